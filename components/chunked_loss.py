@@ -1,0 +1,62 @@
+"""The vocabulary projection and cross entropy, a slice of the sequence at a time."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
+
+from components.core.base import Component
+from components.core.problems import Problem
+from components.titan.plan import RunPlan
+
+if TYPE_CHECKING:
+    from components.core.recipe import Recipe
+
+
+class ChunkedLoss(Component):
+    """Never hold the logits of a whole sequence.
+
+    torchtitan's ``ChunkedLossWrapper``: per chunk, project, take the loss and run backward at once,
+    so that logits of local_batch_size x (seq_len / num_chunks) tokens exist instead of all.
+    """
+
+    name = "chunked_loss"
+    summary = "logits of one sequence chunk at a time instead of the whole sequence"
+    source = "torchtitan ChunkedLossWrapper"
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Component.Config):
+        num_chunks: int = 8
+        """Chunks per sequence; the sequence length of one rank must be a multiple of it."""
+
+        def __post_init__(self) -> None:
+            if self.num_chunks < 1:
+                raise ValueError(f"num_chunks is {self.num_chunks}; it must be at least 1")
+
+    config: Config
+
+    def check(self, recipe: "Recipe") -> Iterator[Problem]:
+        chunks = self.config.num_chunks
+        cp = recipe.parallelism.context_parallel_degree
+        local = recipe.training.seq_len // cp
+        if local % chunks:
+            legal = [n for n in range(1, min(local, 64) + 1) if local % n == 0]
+            yield Problem(
+                f"{self.path}.num_chunks",
+                f"{chunks} does not divide the {local} tokens that one rank holds "
+                f"(training.seq_len {recipe.training.seq_len} / context_parallel_degree {cp})",
+                f"dividers up to 64: {', '.join(map(str, legal))}",
+            )
+        if chunks == 1:
+            yield Problem(
+                f"{self.path}.num_chunks",
+                "1 chunk is the whole sequence, which saves nothing",
+                f"use 2 or more, or {self.path}.enabled=false",
+            )
+
+    def apply(self, plan: RunPlan) -> None:
+        loss = ChunkedLossWrapper.Config(
+            num_chunks=self.config.num_chunks, loss_fn=CrossEntropyLoss.Config()
+        )
+        plan.set_loss(self.name, loss)

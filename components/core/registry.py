@@ -1,0 +1,63 @@
+"""Find the components: every ``Component`` subclass in a module of this package."""
+
+import dataclasses
+import importlib
+import pkgutil
+from functools import cache
+from pathlib import Path
+
+import components
+from components.core.base import Component
+
+# Modules of the package that hold no technique.
+_NOT_TECHNIQUES = {"base", "problems", "recipe", "registry", "units"}
+
+
+@cache
+def component_types() -> dict[str, type[Component]]:
+    """Component classes by name, in alphabetical order.
+
+    Raises:
+        RuntimeError: a module defines none or several, or two share a name.
+    """
+    found: dict[str, type[Component]] = {}
+    for module_info in pkgutil.iter_modules([str(Path(components.__file__).parent)]):
+        if module_info.ispkg or module_info.name in _NOT_TECHNIQUES:
+            continue
+        module = importlib.import_module(f"components.{module_info.name}")
+        own = [
+            member
+            for member in vars(module).values()
+            if isinstance(member, type)
+            and issubclass(member, Component)
+            and member.__module__ == module.__name__
+        ]
+        if len(own) != 1:
+            raise RuntimeError(f"{module.__name__} must define one Component, not {len(own)}")
+        if own[0].name != module_info.name:
+            raise RuntimeError(
+                f"{module.__name__} defines the component {own[0].name!r}; a component's name is "
+                "its module's name"
+            )
+        found[own[0].name] = own[0]
+    return dict(sorted(found.items()))
+
+
+@cache
+def settings_class() -> type:
+    """The dataclass behind a recipe's ``components:`` section: one field per component."""
+    fields = [
+        (name, cls.Config, dataclasses.field(default_factory=cls.Config))
+        for name, cls in component_types().items()
+    ]
+    return dataclasses.make_dataclass("Components", fields, kw_only=True, slots=True)
+
+
+def enabled_components(settings: object) -> list[Component]:
+    """Build the components that a bound ``components:`` section switches on.
+
+    Args:
+        settings: an instance of ``settings_class()``.
+    """
+    configs = [getattr(settings, name) for name in component_types()]
+    return [config.build() for config in configs if config.enabled]

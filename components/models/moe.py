@@ -1,0 +1,236 @@
+"""Mixture-of-experts decoders with grouped-query attention: settings and their checks."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torchtitan.protocols.model_spec import ModelSpec
+
+from components.core.units import Tokens
+from components.models.moe_spec import build_moe_spec
+from components.models.settings import Finding, ModelSettings, TitanAttention
+
+_AT_LEAST_ONE = (
+    "n_layers",
+    "dim",
+    "n_heads",
+    "n_kv_heads",
+    "head_dim",
+    "n_experts",
+    "top_k",
+    "expert_hidden_dim",
+    "vocab_size",
+    "max_seq_len",
+)
+_ABOVE_ZERO = ("rope_theta", "route_scale", "norm_eps", "init_std")
+
+# torch's grouped matrix multiplication wants rows of a multiple of 16 bytes: 8 bf16 numbers.
+_GROUPED_MM_ROW = 8
+# flex attention compiles for no smaller head.
+_SMALLEST_HEAD = 16
+
+
+@dataclass(kw_only=True, slots=True)
+class MoEModel(ModelSettings):
+    """A pre-norm decoder whose feed-forward layers route each token to ``top_k`` of ``n_experts``.
+
+    Every module is torchtitan's: its Qwen3 decoder (with or without the query/key norm), grouped
+    SwiGLU experts, rotary embedding, and its own parallelisation. Routing drops no token. Experts
+    compute in bfloat16 whatever the training precision.
+
+    There is no Hugging Face counterpart, hence no state-dict adapter: no published architecture
+    has these layers together with the per-expert routing bias, and an export without the bias
+    would route differently from the model that was trained.
+    """
+
+    n_layers: int
+    """Decoder layers."""
+
+    dim: int
+    """Width of the residual stream; a multiple of 8."""
+
+    n_heads: int
+    """Query heads."""
+
+    n_kv_heads: int
+    """Key/value heads; divides n_heads."""
+
+    head_dim: int
+    """Width of one head; even, at least 16. n_heads x head_dim need not equal dim."""
+
+    n_experts: int
+    """Routed experts per layer."""
+
+    top_k: int
+    """Routed experts that each token visits."""
+
+    expert_hidden_dim: int
+    """Inner width of one expert's SwiGLU; a multiple of 8."""
+
+    vocab_size: int
+    """Rows of each vocabulary matrix; at least the tokenizer's largest id + 1."""
+
+    max_seq_len: Tokens
+    """Longest sequence that may be trained on, in tokens."""
+
+    n_shared_experts: int = 0
+    """Experts that every token visits besides the routed ones, fused into one SwiGLU."""
+
+    n_dense_layers: int = 0
+    """Leading layers with one dense SwiGLU in place of experts."""
+
+    dense_hidden_dim: int | None = None
+    """Inner width of the dense layers' SwiGLU; null when n_dense_layers is 0."""
+
+    rope_theta: float = 10_000.0
+    """Base of the rotary embedding's wavelengths; larger for longer contexts."""
+
+    score_func: Literal["sigmoid", "softmax"] = "sigmoid"
+    """What turns router logits into scores (float32)."""
+
+    route_norm: bool = True
+    """Divide the scores of a token's top_k experts by their sum."""
+
+    route_scale: float = 1.0
+    """Factor on the routed experts' scores, after route_norm."""
+
+    load_balance_coeff: float | None = 1e-3
+    """Step of the per-expert routing bias: after each optimizer step an overloaded expert's bias
+    falls and an underloaded one's rises by this much (scores are in 0..1). null: no balancing."""
+
+    qk_norm: bool = False
+    """RMS-normalise queries and keys per head before the rotary embedding."""
+
+    tie_embeddings: bool = False
+    """Share one matrix between the input embedding and the output head."""
+
+    norm_eps: float = 1e-6
+    """Added to the mean square inside every RMS norm."""
+
+    init_std: float = 0.02
+    """Standard deviation of the initial weights; projections into the residual stream use
+    init_std / sqrt(2 x n_layers)."""
+
+    comm_backend: Literal["standard", "deepep", "hybridep", "minimal_async_ep"] = "standard"
+    """torchtitan's token exchange under expert parallelism. "standard": all-to-all collectives;
+    the others need CUDA, expert parallelism above 1, and deepep and hybridep an extra package."""
+
+    def build_spec(self, attention: TitanAttention) -> ModelSpec:
+        """See ``ModelSettings.build_spec``."""
+        self.refuse_problems()
+        return build_moe_spec(self, attention)
+
+    def check(self) -> list[Finding]:
+        """See ``ModelSettings.check``."""
+        problems = ModelSettings.check(self) + self._check_ranges()
+        if not problems:
+            # Divisibility is worth reading only once every number is in range.
+            problems = self._check_attention() + self._check_experts() + self._check_dense()
+        return problems
+
+    def _check_ranges(self) -> list[Finding]:
+        found = [
+            (f"model.{name}", f"{getattr(self, name)} is too small; legal: 1 or more")
+            for name in _AT_LEAST_ONE
+            if getattr(self, name) < 1
+        ]
+        found += [
+            (f"model.{name}", f"{getattr(self, name)} is too small; legal: 0 or more")
+            for name in ("n_shared_experts", "n_dense_layers")
+            if getattr(self, name) < 0
+        ]
+        found += [
+            (f"model.{name}", f"{getattr(self, name)} is not positive; legal: above 0")
+            for name in _ABOVE_ZERO
+            if not getattr(self, name) > 0
+        ]
+        if self.load_balance_coeff is not None and not self.load_balance_coeff > 0:
+            found.append(
+                (
+                    "model.load_balance_coeff",
+                    f"{self.load_balance_coeff} is not positive; "
+                    "legal: above 0 (usually 0.001), or null for no balancing",
+                )
+            )
+        return found
+
+    def _check_attention(self) -> list[Finding]:
+        found = []
+        if self.n_heads % self.n_kv_heads:
+            divisors = [n for n in range(1, self.n_heads + 1) if self.n_heads % n == 0]
+            found.append(
+                (
+                    "model.n_kv_heads",
+                    f"{self.n_kv_heads} does not divide model.n_heads = {self.n_heads}; "
+                    f"legal: {', '.join(map(str, divisors))}",
+                )
+            )
+        if self.head_dim % 2 or self.head_dim < _SMALLEST_HEAD:
+            found.append(
+                (
+                    "model.head_dim",
+                    f"{self.head_dim} does not suit the rotary embedding and flex attention; "
+                    f"legal: an even number, {_SMALLEST_HEAD} or more",
+                )
+            )
+        return found
+
+    def _check_experts(self) -> list[Finding]:
+        found = []
+        if self.top_k > self.n_experts:
+            found.append(
+                (
+                    "model.top_k",
+                    f"{self.top_k} is more than model.n_experts = {self.n_experts}; "
+                    f"legal: 1 to {self.n_experts}",
+                )
+            )
+        if self.top_k == 1 and self.route_norm:
+            found.append(
+                (
+                    "model.route_norm",
+                    "true with model.top_k = 1 makes every routing weight 1, so the router would "
+                    "learn nothing; legal: false, or model.top_k 2 or more",
+                )
+            )
+        for name in ("dim", "expert_hidden_dim"):
+            width = getattr(self, name)
+            if width % _GROUPED_MM_ROW:
+                below = width - width % _GROUPED_MM_ROW
+                near = [str(n) for n in (below, below + _GROUPED_MM_ROW) if n]
+                found.append(
+                    (
+                        f"model.{name}",
+                        f"{width} does not suit the experts' grouped matrix multiplication; "
+                        f"legal: a multiple of {_GROUPED_MM_ROW}, such as {' or '.join(near)}",
+                    )
+                )
+        return found
+
+    def _check_dense(self) -> list[Finding]:
+        found = []
+        if self.n_dense_layers >= self.n_layers:
+            found.append(
+                (
+                    "model.n_dense_layers",
+                    f"{self.n_dense_layers} leaves no expert layer of model.n_layers = "
+                    f"{self.n_layers}; legal: 0 to {self.n_layers - 1} (for a dense model see "
+                    "components.models.library.TitanModel)",
+                )
+            )
+        if self.n_dense_layers and (self.dense_hidden_dim is None or self.dense_hidden_dim < 1):
+            found.append(
+                (
+                    "model.dense_hidden_dim",
+                    f"{self.dense_hidden_dim} with model.n_dense_layers = {self.n_dense_layers}; "
+                    "legal: 1 or more",
+                )
+            )
+        if not self.n_dense_layers and self.dense_hidden_dim is not None:
+            found.append(
+                (
+                    "model.dense_hidden_dim",
+                    f"{self.dense_hidden_dim} has no effect with model.n_dense_layers = 0; "
+                    "legal: null, or model.n_dense_layers 1 or more",
+                )
+            )
+        return found

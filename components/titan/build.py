@@ -1,0 +1,149 @@
+"""A typed recipe becomes torchtitan's ``Trainer.Config``: the only translation in the project."""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.fsdp import FSDPModule
+from torchtitan.components.loss import CrossEntropyLoss
+from torchtitan.components.validate import Validator
+
+from components.core.base import Component
+from components.core.recipe import Recipe
+from components.core.registry import enabled_components
+from components.titan import attention, dispatch
+from components.titan.expert_load import ExpertLoad
+from components.titan.plan import ParallelizeFn, RunPlan
+from components.titan.trainer import RecipeTrainer
+from data.loader import PackedLoader
+from components.titan.tokenizer import tokenizer_config
+
+
+@dataclasses.dataclass
+class Run:
+    """A run ready to be built on this rank.
+
+    Attributes:
+        config: torchtitan's configuration with every component applied.
+        enabled: the components that are on.
+        notes: choices made for the user ("attention: sdpa (auto on cpu)"), to be logged once.
+    """
+
+    config: RecipeTrainer.Config
+    enabled: list[Component]
+    notes: list[str]
+    expert_load: ExpertLoad
+
+    def build(self) -> RecipeTrainer:
+        """Build the trainer; the process group's environment variables must be set."""
+        return self.config.build(enabled=self.enabled, expert_load=self.expert_load)
+
+    @contextlib.contextmanager
+    def build_and_close(self) -> Iterator[RecipeTrainer]:
+        """Build the trainer and release what it holds, the process group included."""
+        trainer = self.build()
+        try:
+            yield trainer
+        finally:
+            trainer.close()
+        # After a failure the group is left to the end of the process: other ranks may hang in it.
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def prepare(recipe: Recipe, run_dir: Path, device: str, world_size: int) -> Run:
+    """Translate a recipe and let its components change the run.
+
+    Args:
+        recipe: bound and checked.
+        run_dir: everything the run writes goes below it.
+        device: "cpu" or "cuda".
+        world_size: ranks in the job.
+
+    Raises:
+        ValueError: two components claim the same seam, or one matches nothing.
+    """
+    notes: list[str] = []
+    backend = attention.resolve_attention(recipe.model.attention, device)
+    notes.append(f"attention: {backend}" + _because(recipe.model.attention, device))
+    config = _stock_config(recipe, run_dir, backend)
+    plan = RunPlan(recipe, config, device, world_size)
+    _choose_attention(plan, backend)
+    if device == "cpu":
+        _make_gloo_safe(plan)
+    expert_load = ExpertLoad()
+    plan.after_optimizer(expert_load.attach, first=True)
+    enabled = enabled_components(recipe.components)
+    for component in enabled:
+        component.apply(plan)
+    names = ", ".join(component.name for component in enabled) or "none"
+    notes.append(f"components: {names}")
+    type(config).__post_init__(config)
+    return Run(config, enabled, notes, expert_load)
+
+
+def _because(wanted: str, device: str) -> str:
+    return f" (auto on {device})" if wanted == "auto" else ""
+
+
+def _stock_config(recipe: Recipe, run_dir: Path, backend: str) -> RecipeTrainer.Config:
+    """torchtitan's configuration with every technique off."""
+    tokenizer, tokenizer_path = tokenizer_config(recipe.data.tokenizer)
+    return RecipeTrainer.Config(
+        model_spec=recipe.model.build_spec("varlen" if backend == "varlen" else "flex"),
+        hf_assets_path=tokenizer_path,
+        dump_folder=str(run_dir),
+        profiler=recipe.profiler,
+        metrics=recipe.metrics,
+        tokenizer=tokenizer,
+        dataloader=PackedLoader.Config(corpus=recipe.data, split="train"),
+        optimizer=recipe.optimizer.container(),
+        lr_scheduler=recipe.lr_scheduler,
+        training=recipe.training,
+        parallelism=recipe.parallelism,
+        checkpoint=recipe.checkpoint,
+        activation_checkpoint=None,
+        compile=recipe.compile,
+        comm=recipe.comm,
+        validator=_validator(recipe),
+        debug=recipe.debug,
+        loss=CrossEntropyLoss.Config(),
+    )
+
+
+def _validator(recipe: Recipe) -> Validator.Config:
+    return Validator.Config(
+        enable=recipe.validation.enabled,
+        freq=recipe.validation.every,
+        steps=recipe.validation.batches,
+        dataloader=PackedLoader.Config(corpus=recipe.data, split="validation", infinite=False),
+    )
+
+
+def _choose_attention(plan: RunPlan, backend: str) -> None:
+    if backend == "sdpa":
+        plan.override(attention.sdpa)
+    elif backend == "flex" and not plan.recipe.model.flex_autotune:
+        plan.override(attention.quick_flex)
+
+
+def _make_gloo_safe(plan: RunPlan) -> None:
+    """gloo knows neither FSDP's scaled sums nor the list form of all-to-all."""
+    plan.wrap_parallelize(_force_sum_reduction)
+    if plan.recipe.parallelism.expert_parallel_degree > 1 and plan.matches(dispatch.gloo):
+        plan.override(dispatch.gloo)
+
+
+def _force_sum_reduction(parallelize: ParallelizeFn) -> Callable[..., nn.Module]:
+    def parallelize_for_gloo(model: nn.Module, **kwargs: Any) -> nn.Module:
+        model = parallelize(model, **kwargs)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_force_sum_reduction_for_comms(True)
+        return model
+
+    return parallelize_for_gloo

@@ -1,0 +1,111 @@
+"""Checkpoints of a run: torchtitan's manager with resume, a save on demand and a readable refusal."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torchtitan.components.checkpointer import CheckpointManager
+from torchtitan.tools import filesystem
+
+from components.core.units import Count
+
+# More than this many differing tensors are counted, not listed.
+_LISTED = 12
+
+
+class RunCheckpoints(CheckpointManager):
+    """torchtitan's checkpoint manager for a run directory."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(CheckpointManager.Config):
+        enable: bool = True
+        """Whether to save checkpoints."""
+
+        interval: Count = 500
+        """Steps between two checkpoints."""
+
+        last_save_model_only: bool = False
+        """True: the final checkpoint holds the model alone and cannot be resumed from."""
+
+        initial_load_model_only: bool = False
+        """True: `initial_load_path` gives the model alone (a new run from old weights). False: it
+        gives the optimizer, the data position and the step as well."""
+
+        resume: str | None = None
+        """Continue a run in its own directory: "latest" (newest run of this recipe that has a
+        complete checkpoint) or the path of a run directory. null starts a new run."""
+
+        def __post_init__(self) -> None:
+            CheckpointManager.Config.__post_init__(self)
+            if self.keep_latest_k != 0 and self.keep_latest_k < 2:
+                raise ValueError(f"keep_latest_k is {self.keep_latest_k}; use 0 (all) or 2 or more")
+
+    _forced: bool = False
+
+    def save_now(self, step: int) -> None:
+        """Write a complete, resumable checkpoint of ``step`` whatever the interval says.
+
+        A no-op when checkpoints are off or this step is already on disk.
+        """
+        if not self.enable or self.load_only or self._find_load_step() == step:
+            return
+        self._forced = True
+        try:
+            self.save(step)
+        finally:
+            self._forced = False
+        self.maybe_wait_for_staging()
+        self.maybe_wait_for_saving()
+
+    def _should_save(self, curr_step: int, last_step: bool = False) -> bool:
+        return self._forced or super()._should_save(curr_step, last_step)
+
+    def dcp_load(
+        self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool
+    ) -> None:
+        """Load, after comparing the tensors on disk with those of the model.
+
+        Raises:
+            ValueError: tensors are missing or have another shape; all of them are named.
+        """
+        if not from_hf and not filesystem.is_remote(checkpoint_id):
+            refuse_other_model(state_dict, Path(checkpoint_id))
+        super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
+
+
+def refuse_other_model(state_dict: dict[str, Any], checkpoint: Path) -> None:
+    """Compare a model's tensors with a checkpoint's metadata.
+
+    Args:
+        state_dict: flat state; entries that are not tensors are not compared.
+        checkpoint: folder of a distributed checkpoint.
+
+    Raises:
+        ValueError: see ``RunCheckpoints.dcp_load``.
+    """
+    if not (checkpoint / ".metadata").is_file():
+        raise ValueError(
+            f"checkpoint: {checkpoint} is no complete checkpoint (it has no .metadata file)"
+        )
+    stored = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    differences = []
+    for name, tensor in state_dict.items():
+        if not isinstance(tensor, torch.Tensor):
+            continue
+        entry = stored.get(name)
+        if entry is None:
+            differences.append(f"{name}: not in the checkpoint")
+        elif isinstance(entry, TensorStorageMetadata) and entry.size != tensor.shape:
+            shapes = f"{list(entry.size)} in the checkpoint, {list(tensor.shape)} in the model"
+            differences.append(f"{name}: {shapes}")
+    if differences:
+        shown = "\n  ".join(differences[:_LISTED])
+        more = len(differences) - _LISTED
+        rest = f"\n  ... and {more} more" if more > 0 else ""
+        raise ValueError(
+            f"checkpoint: {checkpoint} belongs to another model "
+            f"({len(differences)} tensors differ):\n  {shown}{rest}"
+        )

@@ -1,0 +1,193 @@
+"""Choose the device that torchtitan runs on, the CPU included.
+
+torchtitan 0.3.0 looks for an accelerator once, when ``torchtitan.tools.utils`` is imported, and
+several of its modules copy the result. ``use_device`` therefore has to run before any other
+torchtitan module is imported. This is the project's only patch of torchtitan.
+"""
+
+import os
+import platform
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Literal
+
+import torch
+
+DeviceKind = Literal["auto", "cpu", "cuda"]
+
+# These copy torchtitan.tools.utils' device names when they are imported.
+_COPIES_DEVICE_AT_IMPORT = (
+    "torchtitan.components.metrics",
+    "torchtitan.distributed.utils",
+    "torchtitan.distributed.parallel_dims",
+    "torchtitan.models.common.token_dispatcher",
+    "torchtitan.tools.profiler",
+)
+
+
+def _status_bytes(key: str) -> int:
+    """Read a ``kB`` entry of /proc/self/status, in bytes; 0 where /proc does not offer it."""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return 0
+    for line in lines:
+        if line.startswith(f"{key}:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def peak_resident_bytes() -> int:
+    """Peak resident set size of this process since the last reset, in bytes."""
+    return _status_bytes("VmHWM")
+
+
+def reset_peak_resident_bytes() -> None:
+    """Start a new interval for ``peak_resident_bytes`` (proc(5): clear_refs, value 5)."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        # Some containers forbid it; the peak is then the peak since the process started.
+        return
+
+
+def host_memory_bytes() -> int:
+    """Memory this process may use, in bytes: the machine's, or the cgroup's limit if lower."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit_file = Path("/sys/fs/cgroup/memory.max")
+    try:
+        limit = limit_file.read_text().strip()
+    except OSError:
+        return total
+    return min(total, int(limit)) if limit.isdigit() else total
+
+
+class CpuDevice(ModuleType):
+    """The part of ``torch.cuda``'s interface that torchtitan calls, over host memory.
+
+    Peak memory is the peak resident set of the process, so that the memory column of a CPU run is
+    a measurement and CPU tests can assert that a technique saves memory.
+    """
+
+    memory = SimpleNamespace(
+        _record_memory_history=lambda *args, **kwargs: None,
+        _snapshot=lambda *args, **kwargs: {"segments": [], "device_traces": []},
+    )
+
+    def __init__(self) -> None:
+        super().__init__("cpu_device")
+
+    @staticmethod
+    def is_available() -> bool:
+        return True
+
+    @staticmethod
+    def device_count() -> int:
+        return 1
+
+    @staticmethod
+    def current_device() -> int:
+        return 0
+
+    @staticmethod
+    def set_device(device: object) -> None:
+        return None
+
+    @staticmethod
+    def synchronize(device: object = None) -> None:
+        return None
+
+    @staticmethod
+    def empty_cache() -> None:
+        return None
+
+    @staticmethod
+    def get_device_name(device: object = None) -> str:
+        return f"CPU ({platform.machine()})"
+
+    @staticmethod
+    def get_device_properties(device: object = None) -> SimpleNamespace:
+        return SimpleNamespace(name="CPU", total_memory=host_memory_bytes())
+
+    @staticmethod
+    def reset_peak_memory_stats(device: object = None) -> None:
+        reset_peak_resident_bytes()
+
+    @staticmethod
+    def memory_stats(device: object = None) -> dict[str, int]:
+        peak = peak_resident_bytes()
+        return {
+            "active_bytes.all.peak": peak,
+            "reserved_bytes.all.peak": peak,
+            "num_alloc_retries": 0,
+            "num_ooms": 0,
+        }
+
+
+def resolve_device(kind: DeviceKind) -> Literal["cpu", "cuda"]:
+    """``auto`` becomes ``cuda`` where a CUDA device is visible, ``cpu`` elsewhere.
+
+    Raises:
+        ValueError: ``cuda`` was asked for and no CUDA device is visible, or ``kind`` is unknown.
+    """
+    if kind not in ("auto", "cpu", "cuda"):
+        raise ValueError(f"device: {kind!r} is not one of 'auto', 'cpu', 'cuda'")
+    available = torch.cuda.is_available()
+    if kind == "auto":
+        return "cuda" if available else "cpu"
+    if kind == "cuda" and not available:
+        raise ValueError(
+            "device: 'cuda' was asked for, but torch sees no CUDA device "
+            f"(torch {torch.__version__}, built for CUDA {torch.version.cuda}); "
+            "use device=cpu or device=auto, or look at `make doctor`"
+        )
+    return "cuda" if kind == "cuda" else "cpu"
+
+
+def use_device(kind: DeviceKind = "auto") -> Literal["cpu", "cuda"]:
+    """Make torchtitan use this device; call it before importing any other torchtitan module.
+
+    Returns:
+        The device type in use.
+
+    Raises:
+        ValueError: see ``resolve_device``.
+        RuntimeError: torchtitan was already imported with another device.
+    """
+    device = resolve_device(kind)
+    if device == "cpu":
+        use_cpu()
+    elif _current_device_type() not in (None, "cuda"):
+        raise RuntimeError("device: torchtitan already runs on the CPU in this process")
+    return device
+
+
+def _current_device_type() -> str | None:
+    utils = sys.modules.get("torchtitan.tools.utils")
+    return getattr(utils, "device_type", None)
+
+
+def use_cpu() -> None:
+    """Run torchtitan on the CPU (gloo). Safe to call repeatedly.
+
+    Raises:
+        RuntimeError: torchtitan modules that copied another device are already imported.
+    """
+    if _current_device_type() == "cpu":
+        return
+    early = [name for name in _COPIES_DEVICE_AT_IMPORT if name in sys.modules]
+    if early:
+        raise RuntimeError(f"use_cpu() must run before these are imported: {', '.join(early)}")
+    import torchtitan.tools.utils as utils
+
+    utils.device_type, utils.device_module = "cpu", CpuDevice()
+    _build_block_masks_eagerly()
+
+
+def _build_block_masks_eagerly() -> None:
+    """torchtitan compiles block-mask construction, which on a CPU costs more than it saves."""
+    import torchtitan.models.common.attention as attention
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    attention._compiled_create_block_mask = create_block_mask

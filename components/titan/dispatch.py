@@ -1,0 +1,44 @@
+"""Expert-parallel token exchange over gloo.
+
+torchtitan's ``spmd_types`` backend exchanges uneven splits with the list form of all-to-all, which
+gloo refuses; the single-tensor form works on gloo and NCCL alike.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch.distributed._functional_collectives import all_to_all_single
+from torch.distributed.distributed_c10d import ProcessGroup
+from torchtitan.config import override
+from torchtitan.config.override import derive
+from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
+
+
+class GlooTokenDispatcher(AllToAllTokenDispatcher):
+    """All-to-all dispatcher whose three exchanges use the single-tensor collective."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(AllToAllTokenDispatcher.Config):
+        pass
+
+    def _token_count_exchange(
+        self, counts: torch.Tensor, pg: ProcessGroup, ep_size: int
+    ) -> torch.Tensor:
+        return all_to_all_single(counts.view(ep_size, -1), None, None, group=self.ep_mesh)
+
+    def _dispatch_token_exchange(
+        self, x: torch.Tensor, pg: ProcessGroup, output_splits: list[int], input_splits: list[int]
+    ) -> torch.Tensor:
+        return all_to_all_single(x, output_splits, input_splits, self.ep_mesh)
+
+    def _combine_token_exchange(
+        self, x: torch.Tensor, pg: ProcessGroup, input_splits: list[int], output_splits: list[int]
+    ) -> torch.Tensor:
+        return all_to_all_single(x, input_splits, output_splits, self.ep_mesh)
+
+
+@override(
+    target=AllToAllTokenDispatcher.Config, exact=True, description="single-tensor all-to-all"
+)
+def gloo(cfg: AllToAllTokenDispatcher.Config) -> GlooTokenDispatcher.Config:
+    return derive(cfg, GlooTokenDispatcher.Config)

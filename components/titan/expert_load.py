@@ -1,0 +1,53 @@
+"""How unevenly tokens are spread over experts, as a metric of every MoE run."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+
+
+class ExpertLoad:
+    """Keeps each layer's token counts of the last step, read just before they are reset.
+
+    torchtitan's bias balancing clears the counts in an optimizer pre-step hook, so this must be
+    registered before it (``RunPlan.after_optimizer(..., first=True)``).
+    """
+
+    def __init__(self) -> None:
+        self._counts: torch.Tensor | None = None
+        self._group: dist.ProcessGroup | None = None
+
+    def attach(self, optimizers: Any, model_parts: list[nn.Module], parallel_dims: Any) -> None:
+        """Start observing; a no-op for models without experts."""
+        layers = [
+            module
+            for part in model_parts
+            for module in part.modules()
+            if isinstance(getattr(module, "tokens_per_expert_E", None), torch.Tensor)
+        ]
+        if not layers:
+            return
+        mesh = parallel_dims.get_optional_mesh("loss")
+        self._group = mesh.get_group() if mesh is not None else None
+
+        def observe(*unused: Any) -> None:
+            counts = [_local(layer.tokens_per_expert_E) for layer in layers]
+            self._counts = torch.stack(counts).clone()
+
+        optimizers.register_step_pre_hook(observe)
+
+    def metrics(self) -> dict[str, float]:
+        """Busiest expert over the mean, worst layer, all data ranks. A collective call."""
+        if self._counts is None:
+            return {}
+        counts = self._counts.clone()
+        if self._group is not None:
+            dist.all_reduce(counts, group=self._group)
+        ratio = counts.amax(dim=1) / counts.mean(dim=1).clamp(min=1e-9)
+        return {"moe/max_over_mean_load": ratio.max().item()}
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    to_local = getattr(tensor, "to_local", None)
+    return to_local() if to_local is not None else tensor

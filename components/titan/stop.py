@@ -1,0 +1,48 @@
+"""Stop a job at a step that all ranks agree on, when one of them is asked to stop."""
+
+import signal
+from types import FrameType
+
+import torch
+import torch.distributed as dist
+
+
+class StopRequest:
+    """Turns SIGTERM and SIGINT into "stop after this step, everywhere".
+
+    Signals reach ranks at different moments, so the ranks compare notes once per step over a gloo
+    group: a collective on the host, which never waits for the device.
+    """
+
+    def __init__(self) -> None:
+        self.signal: int | None = None
+        self._group: dist.ProcessGroup | None = None
+        self._previous: dict[int, object] = {}
+
+    def install(self) -> None:
+        """Catch the signals. Call on every rank, after the process group exists."""
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            self._group = dist.new_group(backend="gloo")
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._previous[number] = signal.signal(number, self._on_signal)
+
+    def uninstall(self) -> None:
+        """Give the signals back."""
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+        self._previous.clear()
+
+    def agreed(self) -> bool:
+        """Whether any rank was asked to stop. A collective call, once per step."""
+        asked = torch.tensor([self.signal or 0], dtype=torch.int32)
+        if self._group is not None:
+            dist.all_reduce(asked, op=dist.ReduceOp.MAX, group=self._group)
+        if asked.item():
+            self.signal = int(asked.item())
+        return self.signal is not None
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self.signal is not None:
+            # Asked twice: the user wants out now.
+            raise KeyboardInterrupt
+        self.signal = number

@@ -1,0 +1,22 @@
+"""``data.tokenizer`` as torchtitan's tokenizer config."""
+
+from torchtitan.components.tokenizer import BaseTokenizer, HuggingFaceTokenizer
+
+from data.tokenizer import BYTE, ByteTokenizer, build_tokenizer, tokenizer_problems
+
+
+def tokenizer_config(name: str) -> tuple[BaseTokenizer.Config, str]:
+    """The config to build and the path it is built with.
+
+    Args:
+        name: "byte" or a directory with tokenizer.json.
+    """
+    config = ByteTokenizer.Config() if name == BYTE else HuggingFaceTokenizer.Config()
+    return config, name
+
+
+def vocabulary_size(name: str) -> int | None:
+    """Token ids that the tokenizer can produce; None where it cannot be built at all."""
+    if tokenizer_problems(name):
+        return None
+    return build_tokenizer(name).get_vocab_size()

@@ -1,0 +1,91 @@
+"""torchtitan's trainer, subclassed where a recipe needs something it does not have."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from components.titan.story import narrate
+from torchtitan.trainer import Trainer
+
+from components.core.base import Component
+from components.titan.checkpoint import RunCheckpoints
+from components.titan.expert_load import ExpertLoad
+from components.titan.metrics import RunMetrics
+from components.titan.stop import StopRequest
+
+
+class RecipeTrainer(Trainer):
+    """``torchtitan.Trainer`` plus: components' metrics, stop on a signal, random numbers by step.
+
+    Attributes:
+        stopped_by: signal number that ended training early, or None.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Trainer.Config):
+        checkpoint: RunCheckpoints.Config = field(default_factory=RunCheckpoints.Config)
+        metrics: RunMetrics.Config = field(default_factory=RunMetrics.Config)
+
+        def __post_init__(self) -> None:
+            Trainer.Config.__post_init__(self)
+
+    metrics_processor: RunMetrics
+    checkpointer: RunCheckpoints
+
+    def __init__(
+        self, config: Config, *, enabled: list[Component], expert_load: ExpertLoad
+    ) -> None:
+        super().__init__(config)
+        self.enabled = enabled
+        self.stopped_by: int | None = None
+        self._stop = StopRequest()
+        self.metrics_processor.total_steps = config.training.steps
+        self.metrics_processor.sources.append(expert_load.metrics)
+        for component in enabled:
+            self.metrics_processor.sources.append(lambda c=component: c.metrics(self))
+
+    def train(self) -> None:
+        """Train until the last step, the end of the data, or a signal."""
+        self._stop.install()
+        try:
+            super().train()
+        finally:
+            self._stop.uninstall()
+
+    def train_step(self, data_iterator: Any) -> None:
+        self._seed_step()
+        super().train_step(data_iterator)
+
+    def should_continue_training(self) -> bool:
+        if not super().should_continue_training():
+            return False
+        if not self._stop.agreed():
+            return True
+        self.stopped_by = self._stop.signal
+        narrate(f"Asked to stop by signal {self.stopped_by}: saving step {self.step}")
+        if self.step > 0:
+            self.checkpointer.save_now(self.step)
+        return False
+
+    def _seed_step(self) -> None:
+        """Make random numbers a function of (seed, step, data rank).
+
+        A resumed run then draws what the uninterrupted run drew, on any number of ranks, without
+        generator states in the checkpoint. Ranks that share tokens share the numbers.
+        """
+        seed = self.config.debug.seed
+        if seed is None:
+            return
+        rank = 0
+        if self.parallel_dims.dp_enabled:
+            rank = self.parallel_dims.get_mesh("batch").get_local_rank()
+        torch.manual_seed(_mix(seed, self.step, rank))
+
+
+def _mix(*values: int) -> int:
+    """Combine small integers into one well-spread 63-bit seed (multiply-xor, as in SplitMix64)."""
+    state = 0x9E3779B97F4A7C15
+    for value in values:
+        state = (state ^ (value & 0xFFFFFFFFFFFFFFFF)) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
+        state ^= state >> 31
+    return state >> 1

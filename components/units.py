@@ -1,0 +1,1 @@
+from components.core.units import *  # noqa  temporary alias

@@ -1,0 +1,60 @@
+"""Masked attention through torch's ``scaled_dot_product_attention``, in query chunks.
+
+The mask comes as a FlexAttention ``mask_mod``, so causal, document and context-parallel masks all
+work. Memory: the mask of every chunk is kept for backward, 4 bytes per query-key pair and layer in
+fp32, so this is for sequences up to about 8K tokens; longer ones want FlexAttention on a GPU.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention.flex_attention import create_mask
+
+MaskMod = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def mask_of_queries(
+    mask_mod: MaskMod, batch: int, start: int, stop: int, keys: int, device: torch.device
+) -> torch.Tensor:
+    """Rows ``start:stop`` of the mask: bool (batch, 1, stop - start, keys), True = may read."""
+
+    def shifted(
+        b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor
+    ) -> torch.Tensor:
+        return mask_mod(b, h, q + start, kv)
+
+    return create_mask(shifted, batch, 1, stop - start, keys, device=device)
+
+
+def chunked_sdpa(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask_mod: MaskMod,
+    scale: float | None = None,
+    query_chunk: int = 1024,
+) -> torch.Tensor:
+    """Attention of q over k and v under ``mask_mod``; every query must see at least one key.
+
+    Args:
+        q: (B, N, Lq, H).
+        k, v: (B, M, Lk, H), N a multiple of M.
+        mask_mod: FlexAttention mask function of (batch, head, query, key) indices.
+        scale: factor on the scores; H ** -0.5 when None.
+        query_chunk: queries per call; bounds the score matrix where the kernel materialises it.
+
+    Returns:
+        (B, N, Lq, H) in q's dtype.
+    """
+    if k.shape[1] != q.shape[1]:
+        groups = q.shape[1] // k.shape[1]
+        k, v = (t.repeat_interleave(groups, dim=1) for t in (k, v))
+    outputs = []
+    for start in range(0, q.shape[2], query_chunk):
+        stop = min(start + query_chunk, q.shape[2])
+        mask = mask_of_queries(mask_mod, q.shape[0], start, stop, k.shape[2], q.device)
+        outputs.append(
+            F.scaled_dot_product_attention(q[:, :, start:stop], k, v, attn_mask=mask, scale=scale)
+        )
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)

@@ -1,0 +1,88 @@
+"""`make launch`: the same frozen recipe on a cluster, through SLURM or SkyPilot."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from components.core.problems import Problem, RecipeError
+from launch.config.groups import ROOT
+from launch.ready import Ready
+
+SUBMIT = {"slurm": ("sbatch",), "skypilot": ("sky", "jobs", "launch")}
+
+
+def launch(
+    path: Path, overrides: list[str], on: str, nodes: int | None, ngpu: int | None, dry: bool
+) -> int:
+    """Check a recipe for the machines asked for, write its run directory and submit the job.
+
+    Args:
+        on: "slurm" or "skypilot".
+        nodes: machines; None takes the recipe's ranks over its ranks per node.
+        ngpu: devices per machine; None takes the recipe's.
+        dry: print the job instead; nothing is written.
+
+    Raises:
+        RecipeError: the recipe is wrong, or its ranks do not fill the machines.
+    """
+    ready = Ready(path, overrides, ngpu=None, anywhere=True)
+    from launch import record, resume
+
+    recipe = ready.recipe
+    gpus = ngpu or min(recipe.hardware.ranks_per_node, ready.ranks)
+    machines = nodes or -(-ready.ranks // gpus)
+    if machines * gpus != ready.ranks:
+        raise RecipeError([_not_filled(machines, gpus, ready.ranks)])
+    if dry:
+        print(_job(on, ready, record.new_path(recipe, ready.composed), machines, gpus))
+        return 0
+    if recipe.checkpoint.resume is not None:
+        run = resume.find(recipe, ready.composed)
+        record.record(run, recipe, ready.composed, sys.argv)
+    else:
+        run = record.create(recipe, ready.composed, sys.argv)
+    file = run.path / ("job.sbatch" if on == "slurm" else "task.yaml")
+    file.write_text(_job(on, ready, run.path, machines, gpus))
+    print(f"run directory: {run.path}")
+    return _submit(on, file)
+
+
+def _job(on: str, ready: Ready, run_dir: Path, nodes: int, gpus: int) -> str:
+    from launch import skypilot, slurm
+
+    settings = ready.recipe.launch
+    name = ready.composed.path.stem
+    if on == "slurm":
+        return slurm.script(
+            run_dir,
+            settings.slurm,
+            nodes=nodes,
+            gpus_per_node=gpus,
+            job_name=name,
+            python=sys.executable,
+            root=ROOT,
+        )
+    try:
+        return skypilot.task(
+            run_dir, settings.skypilot, nodes=nodes, gpus_per_node=gpus, job_name=name, root=ROOT
+        )
+    except ValueError as error:
+        key, _, message = str(error).partition(" ")
+        raise RecipeError([Problem(key, message)]) from error
+
+
+def _submit(on: str, file: Path) -> int:
+    command = SUBMIT[on]
+    if shutil.which(command[0]) is None:
+        print(f"{command[0]} is not on this machine; submit it where it is:", file=sys.stderr)
+        print(f"  {' '.join(command)} {file}", file=sys.stderr)
+        return 1
+    return subprocess.run([*command, str(file)], check=False).returncode
+
+
+def _not_filled(nodes: int, gpus: int, ranks: int) -> Problem:
+    message = f"{nodes} nodes of {gpus} devices are {nodes * gpus} ranks; the recipe wants {ranks}"
+    legal = [f"NODES={ranks // n} NGPU={n}" for n in (8, 4, 2, 1) if ranks % n == 0]
+    hint = f"legal: {', '.join(legal)}; or change hardware.ranks and the degrees"
+    return Problem("hardware.ranks", message, hint)

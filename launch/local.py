@@ -1,0 +1,125 @@
+"""Start a run on this machine: one process per device, through torchrun's agent."""
+
+import logging
+import os
+import signal
+import sys
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from components.core.problems import Problem, RecipeError
+from components.core.recipe import Hardware
+from launch.config.groups import ROOT
+from launch.rundir import RunDir
+
+SHUTDOWN_SECONDS = 600
+"""Grace between asking the ranks to stop (they save a checkpoint) and killing them."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended.
+
+    Attributes:
+        code: exit status for the shell: 0, 1, or 128 + the signal that stopped it.
+        message: the failing rank's error, or "".
+    """
+
+    code: int
+    message: str = ""
+
+
+def rank_count(hardware: Hardware, device: str, asked: int | None) -> int:
+    """Ranks of a local run.
+
+    Args:
+        hardware: the recipe's section.
+        device: "cpu" or "cuda".
+        asked: the user's NGPU, if given.
+
+    Raises:
+        RecipeError: more ranks than CUDA devices, or a number below one.
+    """
+    visible = torch.cuda.device_count() if device == "cuda" else 0
+    wanted = asked if asked is not None else hardware.ranks
+    if wanted == "auto":
+        return max(visible, 1)
+    key = "NGPU" if asked is not None else "hardware.ranks"
+    if wanted < 1:
+        raise RecipeError([Problem(key, f"{wanted} ranks; it must be at least 1")])
+    if device == "cuda" and wanted > visible:
+        nodes = -(-wanted // hardware.ranks_per_node)
+        message = f"{wanted} ranks, but this machine has {visible} CUDA devices"
+        hint = (
+            f"on a cluster: make launch ON=slurm NODES={nodes}; here: NGPU={visible} with degrees "
+            "to match, or hardware.device=cpu"
+        )
+        raise RecipeError([Problem(key, message, hint)])
+    return int(wanted)
+
+
+def start(run: RunDir, ranks: int, device: str) -> Outcome:
+    """Run all ranks to the end and report how it went. Blocks.
+
+    SIGTERM and SIGINT reach the ranks, which agree on a step, save it and leave.
+    """
+    _share_cores(ranks, device)
+    # The agent reports a failure in its own words as well; the rank's own error is enough.
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        part for part in (str(ROOT), os.environ.get("PYTHONPATH", "")) if part
+    )
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=ranks,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+        logs_specs=_logs(run.logs, ranks),
+        shutdown_timeout=SHUTDOWN_SECONDS,
+    )
+    try:
+        elastic_launch(config, sys.executable)("-u", "-m", "launch.worker", str(run.path))
+    except ChildFailedError as error:
+        return Outcome(1, _first_failure(error, run))
+    except SignalException as error:
+        return Outcome(128 + int(error.sigval))
+    stopped_by = run.read_status().get("signal")
+    return Outcome(128 + stopped_by if stopped_by else 0)
+
+
+def _logs(folder: Path, ranks: int) -> DefaultLogsSpecs:
+    """The first rank writes to the terminal; what others print goes to files."""
+    quiet = {rank: Std.ALL if rank else Std.NONE for rank in range(ranks)}
+    return DefaultLogsSpecs(log_dir=str(folder), redirects=quiet)
+
+
+def _share_cores(ranks: int, device: str) -> None:
+    """Several CPU ranks with all cores each would fight; torchrun's own default is one thread."""
+    if device == "cpu" and ranks > 1 and "OMP_NUM_THREADS" not in os.environ:
+        os.environ["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // ranks))
+
+
+def _first_failure(error: ChildFailedError, run: RunDir) -> str:
+    rank, failure = error.get_first_failure()
+    log = run.logs / f"rank_{rank}.log"
+    if failure.exitcode == -signal.SIGKILL:
+        reason = (
+            "killed with signal 9. When nobody sent it, the machine ran out of HOST memory: "
+            "look at `dmesg | tail`, and lower the batch, the ranks per machine or what is offloaded"
+        )
+    else:
+        message = failure.message
+        if isinstance(message, dict):
+            message = message.get("message", str(message))
+        reason = str(message).strip().splitlines()
+        reason = "\n  ".join(reason[:20]) if reason else f"exit code {failure.exitcode}"
+    return f"rank {rank} failed: {reason}\n  full log: {log}"

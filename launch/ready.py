@@ -1,0 +1,47 @@
+"""A recipe that passed every check, and the device and ranks it was checked for."""
+
+from pathlib import Path
+
+from components.core.problems import Problem, RecipeError
+from components.titan.device import use_device
+from launch.config.compose import Composed, compose
+
+
+class Ready:
+    """A recipe that passed every check, and where it will run."""
+
+    def __init__(
+        self, path: Path, overrides: list[str], ngpu: int | None, anywhere: bool = False
+    ) -> None:
+        """Load and check.
+
+        Args:
+            anywhere: judge a recipe written for other hardware than this machine's.
+        """
+        self.composed = compose(path, overrides)
+        self.device = _device(self.composed, anywhere)
+        from launch import local
+        from launch.config.checks import check_recipe
+        from launch.config.load import bind_recipe
+
+        self.recipe = bind_recipe(self.composed.data, self.composed.origins)
+        hardware = self.recipe.hardware
+        if anywhere and ngpu is None and hardware.ranks != "auto":
+            self.ranks = int(hardware.ranks)
+        else:
+            self.ranks = local.rank_count(hardware, self.device, ngpu)
+        target = hardware.device if anywhere and hardware.device != "auto" else self.device
+        check_recipe(self.recipe, self.ranks, target)
+
+
+def _device(composed: Composed, anywhere: bool) -> str:
+    wanted = composed.data.get("hardware", {}).get("device", "auto")
+    if anywhere:
+        wanted = "auto"
+    if wanted not in ("auto", "cpu", "cuda"):
+        # Reported properly by the binder; any device will do until then.
+        wanted = "auto"
+    try:
+        return use_device(wanted)
+    except ValueError as error:
+        raise RecipeError([Problem("", f"hardware.{error}")]) from error

@@ -1,0 +1,89 @@
+"""`make train`, `make check` and `make inspect`: from a recipe file to a run on this machine.
+
+Imports that reach torchtitan come after ``use_device``, hence inside the functions.
+"""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from launch.ready import Ready
+from launch.rundir import RunDir
+
+if TYPE_CHECKING:
+    from components.core.recipe import Recipe
+    from launch.local import Outcome
+
+
+def train(path: Path, overrides: list[str], ngpu: int | None) -> int:
+    """Check a recipe, create (or continue) its run directory and run it here.
+
+    Returns:
+        Exit status: 0, 1 when a rank failed, 128 + signal when it was stopped.
+    """
+    ready = Ready(path, overrides, ngpu)
+    from launch import local, record, resume
+
+    recipe = ready.recipe
+    if recipe.checkpoint.resume is not None:
+        run = resume.find(recipe, ready.composed)
+        print(f"continuing {run.path} after step {max(run.checkpoints())}")
+        record.record(run, recipe, ready.composed, sys.argv)
+    else:
+        run = record.create(recipe, ready.composed, sys.argv)
+    print(f"run directory: {run.path}")
+    print(f"training on {ready.ranks} {ready.device} rank{'s' if ready.ranks > 1 else ''}")
+    outcome = local.start(run, ready.ranks, ready.device)
+    print(_ending(run, recipe, path, outcome))
+    return outcome.code
+
+
+def check(path: Path, overrides: list[str], ngpu: int | None) -> str:
+    """All validators and the model's size, without training. Returns the report."""
+    ready = Ready(path, overrides, ngpu, anywhere=True)
+    from launch.summary import summarise
+
+    return summarise(ready.recipe, ready.ranks, ready.device)
+
+
+def inspect(path: Path, overrides: list[str], sample: int) -> str:
+    """What the model will read: one sample as text with its document boundaries."""
+    ready = Ready(path, overrides, ngpu=None, anywhere=True)
+    from components.titan.tokenizer import tokenizer_config
+    from data.inspect import describe
+    from data.loader import PackedLoader
+
+    config, tokenizer_path = tokenizer_config(ready.recipe.data.tokenizer)
+    loader = PackedLoader.Config(corpus=ready.recipe.data, split="train").build(
+        dp_world_size=1,
+        dp_rank=0,
+        tokenizer=config.build(tokenizer_path=tokenizer_path),
+        seq_len=ready.recipe.training.seq_len,
+        local_batch_size=1,
+    )
+    return describe(loader, sample)
+
+
+def _ending(run: RunDir, recipe: "Recipe", path: Path, outcome: "Outcome") -> str:
+    """What to look at and what to do next."""
+    from launch.config.sources import display
+
+    steps = run.checkpoints(recipe.checkpoint.folder)
+    newest = f"{list(steps.values())[-1]}" if steps else "none"
+    name = path.stem if path.parent.name == "recipes" else str(path)
+    again = f"make train RECIPE={name} checkpoint.resume={display(run.path)}"
+    lines = []
+    if outcome.code == 0:
+        lines.append(f"done after {recipe.training.steps} steps")
+        again += f" training.steps={recipe.training.steps * 2}"
+    elif outcome.message:
+        lines.append(outcome.message)
+    else:
+        step = run.read_status().get("step", "unknown")
+        lines.append(f"stopped by signal {outcome.code - 128} at step {step}")
+    lines.append(f"checkpoint   {newest}")
+    lines.append(f"TensorBoard  tensorboard --logdir {display(run.tensorboard)}")
+    lines.append(f"replay       make train RECIPE={display(run.frozen)}")
+    if steps:
+        lines.append(f"continue     {again}")
+    return "\n" + "\n".join(lines)

@@ -1,0 +1,90 @@
+"""One rank of a run: read the frozen recipe, train, say how it ended.
+
+Started as ``python -m launch.worker RUN_DIR`` by torchrun, locally or on a cluster.
+"""
+
+import contextlib
+import ctypes
+import logging
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from components.titan.device import use_device
+from components.titan.story import narrate
+from launch.config.sources import read
+from launch.logs import configure
+from launch.rundir import RunDir
+
+
+@record
+def main(run_dir: str) -> None:
+    """Train. Raises whatever made this rank fail, after writing it to the rank's log."""
+    run = RunDir(Path(run_dir))
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    configure(run.logs / f"rank_{rank}.log", first_rank=rank == 0)
+    _stop_when_launcher_dies()
+    device = use_device(_frozen_device(run))
+    # Only now: importing the recipe imports torchtitan, which fixes the device.
+    from components.titan.build import prepare
+    from launch.config.load import bind_recipe
+
+    data = {key: value for key, (value, _) in read(run.frozen).keys.items() if "." not in key}
+    recipe = bind_recipe(data)
+    prepared = prepare(recipe, run.path, device, world_size)
+    for note in prepared.notes:
+        narrate(note)
+    with _explained(), prepared.build_and_close() as trainer:
+        trainer.train()
+        if rank == 0:
+            state = "done" if trainer.stopped_by is None else "stopped"
+            run.write_status(state=state, step=trainer.step, signal=trainer.stopped_by)
+
+
+def _frozen_device(run: RunDir) -> str:
+    return read(run.frozen).keys["hardware.device"][0]
+
+
+def _stop_when_launcher_dies() -> None:
+    """Ask Linux for a SIGTERM when the launcher is gone, so that no rank trains on unattended."""
+    pr_set_pdeathsig = 1
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
+
+
+@contextlib.contextmanager
+def _explained() -> Iterator[None]:
+    """Put failures into the rank's log, and out-of-memory into words."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        logging.exception("out of device memory")
+        raise RuntimeError(explain_out_of_memory(error)) from error
+    except Exception:
+        logging.exception("this rank failed")
+        raise
+
+
+def explain_out_of_memory(error: BaseException) -> str:
+    """Name the device, its peak and the knobs that lower it."""
+    device = torch.cuda.current_device()
+    peak = torch.cuda.max_memory_allocated(device) / 2**30
+    total = torch.cuda.get_device_properties(device).total_memory / 2**30
+    return (
+        f"out of DEVICE memory on {torch.cuda.get_device_name(device)} "
+        f"(peak allocated {peak:.1f} of {total:.1f} GiB): {str(error).splitlines()[0]}\n"
+        "What lowers the peak, strongest first: components.full_recompute.enabled=true, "
+        "components.chunked_loss.enabled=true with more num_chunks, a smaller "
+        "training.local_batch_size or training.seq_len, more ranks."
+    )
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("usage: python -m launch.worker RUN_DIR   (started by torchrun)")
+    main(sys.argv[1])

@@ -1,0 +1,17 @@
+"""Every test runs torchtitan on the CPU unless it is marked ``gpu``."""
+
+import os
+
+import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    import torch
+
+    from components.titan.device import use_device
+
+    wants_gpu = "gpu" in (config.option.markexpr or "") and "not gpu" not in config.option.markexpr
+    use_device("auto" if wants_gpu else "cpu")
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
