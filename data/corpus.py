@@ -15,12 +15,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, NamedTuple
 
-from components.units import Count
+from components.core.units import Count
 from data.files import list_files, pattern_problems, read_lines, read_whole
 from data.tokenizer import tokenizer_problems
 
 _SKIPPED_FOLDERS = {
-    "__pycache__", "dist-packages", "idle_test", "lib-dynload", "site-packages", "test", "tests",
+    "__pycache__", "dist-packages", "encodings", "idle_test", "lib-dynload", "site-packages",
+    "test", "tests",
 }  # fmt: skip
 _INSTALL_SPECIFIC = ("_sysconfig", "sitecustomize", "usercustomize")
 _STDLIB_SUFFIXES = (".py", ".txt", ".rst", ".html")
@@ -108,7 +109,8 @@ class CorpusSettings(ABC):
 class StdlibCorpus(CorpusSettings):
     """The running Python's standard library: its sources and texts, one document per file.
 
-    Installed packages, tests, generated build settings and files that are not UTF-8 are left out.
+    Installed packages, tests, character tables (``encodings``), generated build settings and files
+    that are not UTF-8 are left out.
     Names are relative to the library, so that the order and the split do not depend on the place
     of the installation. Other Python versions hold other text.
     """

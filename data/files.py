@@ -66,7 +66,8 @@ def _rows(paths: Sequence[Path], cache_dir: str, sample_by: str) -> Iterator[dic
     from datasets import IterableDataset
 
     patterns = [glob.escape(str(path)) for path in paths]
-    return iter(IterableDataset.from_text(patterns, cache_dir=cache_dir, sample_by=sample_by))
+    locks = os.path.join(cache_dir, "datasets")
+    return iter(IterableDataset.from_text(patterns, cache_dir=locks, sample_by=sample_by))
 
 
 def _next_row(rows: Iterator[dict[str, str]], path: Path) -> str:

@@ -91,19 +91,22 @@ class PackedLoader(BaseDataLoader):
         self.tokenizer = tokenizer
         self.store = open_store(config.corpus, tokenizer)
         documents = self.store.split(config.split, config.corpus.held_out)
-        pad_id = 0 if tokenizer.eos_id is None else tokenizer.eos_id
+        assert tokenizer.eos_id is not None, "corpus.check refuses tokenizers without an end"
         self.stream = PackedStream(
             documents,
             seq_len,
             seed=config.corpus.seed,
-            pad_id=pad_id,
+            pad_id=tokenizer.eos_id,
             window=config.corpus.shuffle_window,
         )
         self.sample = 0
         self._batch_size = local_batch_size
         self._first = dp_rank * local_batch_size
         self._stride = dp_world_size * local_batch_size
-        logger.info(
+        # Validation builds a loader each time; saying the same again would fill the log.
+        level = logging.INFO if config.split == "train" else logging.DEBUG
+        logger.log(
+            level,
             "%s data: %d documents, %d tokens, %.1f samples of %d tokens per epoch",
             config.split,
             len(documents.chosen),

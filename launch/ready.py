@@ -31,7 +31,7 @@ class Ready:
         else:
             self.ranks = local.rank_count(hardware, self.device, ngpu)
         target = hardware.device if anywhere and hardware.device != "auto" else self.device
-        check_recipe(self.recipe, self.ranks, target)
+        check_recipe(self.recipe, self.ranks, target, self.composed.origins)
 
 
 def _device(composed: Composed, anywhere: bool) -> str:

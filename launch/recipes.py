@@ -82,33 +82,31 @@ def table(entries: list[Entry]) -> str:
     return "\n".join(f"{a:<{name}}  {b:<{hardware}}  {c}".rstrip() for a, b, c in rows)
 
 
+class _Unreadable(ValueError):
+    """Why a file is no recipe, in a few words."""
+
+
 def _entry(file: Path, recipes_dir: Path) -> Entry:
     try:
         facts = _facts(file, recipes_dir, ())
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f" (line {mark.line + 1})" if mark else ""
-        return Entry(file.stem, f"cannot be read: not valid YAML{where}", "?")
-    except (AttributeError, TypeError):
-        return Entry(file.stem, "cannot be read: not a mapping of settings", "?")
-    return Entry(file.stem, facts.get("description", ""), _hardware(facts.get("hardware", {})))
+    except _Unreadable as error:
+        return Entry(file.stem, f"cannot be read: {error}", "?")
+    return Entry(file.stem, facts["description"], _hardware(facts["hardware"]))
 
 
 def _facts(file: Path, recipes_dir: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
     """``description`` and the ``hardware`` keys, those of extended recipes included."""
     data = _load(file)
-    facts: dict[str, Any] = {"hardware": {}}
+    hardware: dict[str, Any] = {}
     for entry in data.get("defaults") or []:
         if isinstance(entry, dict):
-            facts["hardware"] |= _hardware_option(entry)
+            hardware |= _hardware_option(entry)
             continue
         parent = recipes_dir / f"{str(entry).lstrip('/')}.yaml"
         if parent.is_file() and parent not in seen and parent != file:
-            inherited = _facts(parent, recipes_dir, (*seen, file))
-            facts |= {"hardware": facts["hardware"] | inherited["hardware"]}
-    facts["description"] = " ".join(str(data.get("description", "")).split())
-    facts["hardware"] |= data.get("hardware") or {}
-    return facts
+            hardware |= _facts(parent, recipes_dir, (*seen, file))["hardware"]
+    hardware |= data.get("hardware") or {}
+    return {"description": " ".join(str(data.get("description", "")).split()), "hardware": hardware}
 
 
 def _hardware_option(entry: dict[str, Any]) -> dict[str, Any]:
@@ -120,8 +118,17 @@ def _hardware_option(entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def _load(file: Path) -> dict[str, Any]:
-    data = yaml.safe_load(file.read_text(encoding="utf-8"))
-    return {} if data is None else data
+    try:
+        data = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        raise _Unreadable(f"not valid YAML{f' (line {mark.line + 1})' if mark else ''}") from error
+    if not isinstance(data, dict):
+        raise _Unreadable("not a mapping of settings")
+    for key, kind, name in (("hardware", dict, "mapping"), ("defaults", list, "list")):
+        if not isinstance(data.get(key) or kind(), kind):
+            raise _Unreadable(f"{key} is not a {name}")
+    return data
 
 
 def _hardware(keys: dict[str, Any]) -> str:

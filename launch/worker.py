@@ -40,7 +40,10 @@ def main(run_dir: str) -> None:
     for note in prepared.notes:
         narrate(note)
     with _explained(), prepared.build_and_close() as trainer:
-        trainer.train()
+        if recipe.checkpoint.create_seed_checkpoint:
+            trainer.save_seed()
+        else:
+            trainer.train()
         if rank == 0:
             state = "done" if trainer.stopped_by is None else "stopped"
             run.write_status(state=state, step=trainer.step, signal=trainer.stopped_by)

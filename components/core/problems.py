@@ -3,6 +3,7 @@
 import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -12,7 +13,7 @@ class Problem:
     Attributes:
         path: dotted key ("training.steps"), or "" when no single key is at fault.
         message: what is wrong, naming the value, and what would be legal.
-        hint: one concrete way out ("did you mean ...", a command), or "".
+        hint: one concrete way out ("did you mean ...", a command), or ""; may have several lines.
         where: "file:line" when known.
     """
 
@@ -38,6 +39,26 @@ class RecipeError(ValueError):
     def __init__(self, problems: Iterable[Problem]) -> None:
         self.problems = list(problems)
         super().__init__("\n".join(str(problem) for problem in self.problems))
+
+
+def shown(value: Any, longest: int = 60) -> str:
+    """A value the way a recipe writes it: ``null``, ``true``, ``'text'``, ``[1, 2]``, ``{a: 1}``.
+
+    Args:
+        value: plain data.
+        longest: characters after which the rest is left out.
+    """
+    if value is None:
+        text = "null"
+    elif isinstance(value, bool):
+        text = "true" if value else "false"
+    elif isinstance(value, list | tuple):
+        text = f"[{', '.join(shown(item) for item in value)}]"
+    elif isinstance(value, dict):
+        text = f"{{{', '.join(f'{key}: {shown(item)}' for key, item in value.items())}}}"
+    else:
+        text = repr(value) if isinstance(value, str | int | float) else str(value)
+    return text if len(text) <= longest else f"{text[: longest - 4]} ..."
 
 
 def nearest(name: str, options: Iterable[str], limit: int = 3, cutoff: float = 0.6) -> list[str]:

@@ -1,12 +1,14 @@
-"""What a run reports while it trains: one line per step, a progress bar and TensorBoard scalars.
+"""What a run reports: one line per step, a progress bar, TensorBoard scalars, metrics.jsonl.
 
-``GLOSSARY`` is the list of TensorBoard names; a test keeps it equal to what is written.
+``GLOSSARY`` is the list of scalar names; a test keeps it equal to what is written.
 """
 
+import json
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from torchtitan.components.metrics import MetricsProcessor
@@ -56,10 +58,10 @@ class RunMetrics(MetricsProcessor):
         super().__init__(config, **kwargs)
         self.total_steps = 0
         self.sources: list[Callable[[], dict[str, float]]] = []
-        self.history: list[dict[str, float]] = []
         self._steps_since_last_log = 0
         self._started_at: tuple[int, float] | None = None
         self._bar: tqdm | None = None
+        self._file = Path(kwargs["dump_folder"]) / "metrics.jsonl" if _is_first_rank() else None
 
     def should_log(self, step: int) -> bool:
         self._steps_since_last_log += 1
@@ -95,8 +97,7 @@ class RunMetrics(MetricsProcessor):
         }
         for source in self.sources:
             scalars.update(source())
-        self.logger.log(scalars, step)
-        self.history.append({"step": step, **scalars})
+        self._record(step, scalars)
         narrate(self._line(step, scalars))
         self._advance_bar(step)
         self._start_interval()
@@ -105,8 +106,7 @@ class RunMetrics(MetricsProcessor):
         self, loss: float, step: int, extra_metrics: dict[str, Any] | None = None
     ) -> None:
         """Report the loss on the held-out split, nats per token."""
-        self.logger.log({"validation/loss": loss, **(extra_metrics or {})}, step)
-        self.history.append({"step": step, "validation/loss": loss})
+        self._record(step, {"validation/loss": loss, **(extra_metrics or {})})
         narrate(f"step {step}/{self.total_steps} | validation loss {loss:.4f}")
         self._start_interval()
 
@@ -114,6 +114,13 @@ class RunMetrics(MetricsProcessor):
         if self._bar is not None:
             self._bar.close()
         super().close()
+
+    def _record(self, step: int, scalars: dict[str, float]) -> None:
+        """To TensorBoard (rounded to fp32 there) and, in full precision, to metrics.jsonl."""
+        self.logger.log(scalars, step)
+        if self._file is not None:
+            with self._file.open("a") as file:
+                file.write(json.dumps({"step": step, **scalars}) + "\n")
 
     def _speed(self) -> dict[str, float]:
         elapsed = time.perf_counter() - self.time_last_log

@@ -52,6 +52,14 @@ class RecipeTrainer(Trainer):
         finally:
             self._stop.uninstall()
 
+    def save_seed(self) -> None:
+        """Save the freshly initialised model as step 0: the common start of runs on other meshes.
+
+        On a CPU every rank draws the same numbers for its shard, so runs on different numbers of
+        ranks start equal only from such a checkpoint (`checkpoint.initial_load_path`).
+        """
+        self.checkpointer.save(curr_step=0, last_step=True)
+
     def train_step(self, data_iterator: Any) -> None:
         self._seed_step()
         super().train_step(data_iterator)

@@ -3,15 +3,21 @@
 Each rule yields problems; all rules run, so that a user sees everything at once.
 """
 
+import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
 
 from torchtitan.distributed import ParallelDims
 
-from components.core.problems import Problem, RecipeError, nearest
+from components.core.problems import Problem, RecipeError, shown
 from components.core.recipe import Recipe
 from components.core.registry import component_types, enabled_components
 from components.titan.attention import resolve_attention
+from components.titan.build import prepare
 from components.titan.tokenizer import vocabulary_size
+from launch.config.origins import place_of
+from launch.config.schema import walk
 
 Rule = Callable[[Recipe, int], Iterator[Problem]]
 
@@ -25,21 +31,29 @@ DEGREES = (
 )
 
 
-def check_recipe(recipe: Recipe, world_size: int, device: str) -> None:
+def check_recipe(
+    recipe: Recipe, world_size: int, device: str, origins: dict[str, str] | None = None
+) -> None:
     """Run every rule.
 
     Args:
         recipe: bound.
         world_size: ranks in the job.
         device: "cpu" or "cuda".
+        origins: dotted key -> where it was set, for the messages.
 
     Raises:
         RecipeError: all problems found.
     """
-    problems = [problem for rule in RULES for problem in rule(recipe, world_size)]
-    problems += _device_rules(recipe, device)
+    if world_size < 1:
+        problems = [Problem("hardware.ranks", f"{world_size} ranks; it must be at least 1")]
+    else:
+        problems = [problem for rule in RULES for problem in rule(recipe, world_size)]
+        problems += _device_rules(recipe, device)
+        problems = problems or list(_torchtitan(recipe, world_size, device))
     if problems:
-        raise RecipeError(problems)
+        places = origins or {}
+        raise RecipeError([replace(p, where=p.where or place_of(places, p.path)) for p in problems])
 
 
 def _model(recipe: Recipe, world_size: int) -> Iterator[Problem]:
@@ -49,8 +63,13 @@ def _model(recipe: Recipe, world_size: int) -> Iterator[Problem]:
 
 def _data(recipe: Recipe, world_size: int) -> Iterator[Problem]:
     for sentence in recipe.data.check():
-        key, _, message = sentence.partition(": ")
-        yield Problem(key, message)
+        yield _from_sentence(sentence)
+
+
+def _from_sentence(sentence: str) -> Problem:
+    """A problem from "dotted.key: what is wrong"."""
+    key, _, message = sentence.partition(": ")
+    return Problem(key, message)
 
 
 def _vocabulary(recipe: Recipe, world_size: int) -> Iterator[Problem]:
@@ -68,17 +87,22 @@ def _lengths(recipe: Recipe, world_size: int) -> Iterator[Problem]:
     seq_len, longest = recipe.training.seq_len, recipe.model.max_seq_len
     if seq_len < 1:
         yield Problem("training.seq_len", f"{seq_len} is not a length; it must be at least 1")
-    elif seq_len > longest:
+        return
+    if seq_len > longest:
         message = f"{seq_len} is longer than model.max_seq_len {longest}"
         yield Problem("training.seq_len", message, f"use at most {longest}, or raise the model's")
-    cp, tp = recipe.parallelism.context_parallel_degree, recipe.parallelism.tensor_parallel_degree
-    divisor = (tp if recipe.parallelism.enable_sequence_parallel else 1) * (2 * cp if cp > 1 else 1)
-    if divisor > 0 and seq_len % divisor:
+    parallel = recipe.parallelism
+    tp = parallel.tensor_parallel_degree if parallel.enable_sequence_parallel else 1
+    cp = parallel.context_parallel_degree
+    divisor = max(tp, 1) * (2 * cp if cp > 1 else 1)
+    if seq_len % divisor:
         down, up = seq_len // divisor * divisor, -(-seq_len // divisor) * divisor
+        parts = [f"tensor_parallel_degree {tp}"] if tp > 1 else []
+        parts += [f"2 x context_parallel_degree {cp}"] if cp > 1 else []
         yield Problem(
             "training.seq_len",
-            f"{seq_len} is not a multiple of {divisor} (tensor degree x twice the context degree)",
-            f"nearest legal: {down} or {up}",
+            f"{seq_len} is not a multiple of {divisor} ({' x '.join(parts)})",
+            f"nearest legal: {f'{down} or ' if down else ''}{up}",
         )
 
 
@@ -106,12 +130,20 @@ def _degrees(recipe: Recipe, world_size: int) -> Iterator[Problem]:
         )
         yield Problem(
             "parallelism",
-            f"the degrees multiply to {fixed} ({parts or 'all 1'}), but the job has {world_size} "
-            "ranks",
+            f"the degrees multiply to {fixed} ({parts or 'all 1'}), but the job has "
+            f"{_ranks(world_size)}",
             "change hardware.ranks (or NGPU=), a degree, or use data_parallel_shard_degree=-1",
         )
         return
+    layers = recipe.model.n_layers
+    if parallel.pipeline_parallel_degree > layers:
+        message = f"{parallel.pipeline_parallel_degree} stages for model.n_layers {layers}"
+        yield Problem("parallelism.pipeline_parallel_degree", message, f"use at most {layers}")
     yield from _expert_degree(recipe, world_size)
+
+
+def _ranks(number: int) -> str:
+    return f"{number} rank{'' if number == 1 else 's'}"
 
 
 def _expert_degree(recipe: Recipe, world_size: int) -> Iterator[Problem]:
@@ -122,7 +154,7 @@ def _expert_degree(recipe: Recipe, world_size: int) -> Iterator[Problem]:
         legal = ", ".join(str(n) for n in range(1, sparse + 1) if sparse % n == 0)
         yield Problem(
             "parallelism.expert_parallel_degree",
-            f"{ep} does not divide the {sparse} ranks of one replica",
+            f"{ep} does not divide the {_ranks(sparse)} of one replica",
             f"legal: {legal}",
         )
     experts = getattr(recipe.model, "n_experts", None)
@@ -156,7 +188,7 @@ def _batches(recipe: Recipe, world_size: int) -> Iterator[Problem]:
             "training.global_batch_size",
             f"{training.global_batch_size} is not a multiple of {step} (local_batch_size "
             f"{training.local_batch_size} x {world_size // rest} data-parallel ranks)",
-            f"nearest legal: {down or step} or {down + step}; -1 means no accumulation",
+            f"nearest legal: {f'{down} or ' if down else ''}{down + step}; -1: no accumulation",
         )
     if training.global_batch_size == 0 or training.global_batch_size < -1:
         message = f"{training.global_batch_size} is not a batch size; use -1 or at least 1"
@@ -167,12 +199,35 @@ def _cuda_graphs(recipe: Recipe, world_size: int) -> Iterator[Problem]:
     if not recipe.training.disable_cuda_graphs:
         yield Problem(
             "training.disable_cuda_graphs",
-            "false: CUDA graphs cannot capture the host synchronisations of expert dispatch",
+            "false is not possible: CUDA graphs cannot hold expert dispatch, which waits on the host",
             "set it to true",
         )
 
 
+def _schedule(recipe: Recipe, world_size: int) -> Iterator[Problem]:
+    for name in ("decay_ratio", "min_lr_factor"):
+        value = getattr(recipe.lr_scheduler, name)
+        if value is not None and not 0 <= value <= 1:
+            yield Problem(f"lr_scheduler.{name}", f"{value} is not a fraction; legal: 0 to 1")
+    if recipe.lr_scheduler.total_steps == 0:
+        yield Problem("lr_scheduler.total_steps", "0 steps; use null for training.steps")
+
+
+def _folders(recipe: Recipe, world_size: int) -> Iterator[Problem]:
+    folders = {"output_dir": recipe.output_dir, "data.cache_dir": recipe.data.cache_dir}
+    for key, folder in folders.items():
+        if not folder.strip():
+            yield Problem(key, f"{shown(folder)} is not the name of a folder", "such as outputs")
+        elif folder.startswith("~"):
+            hint = f"write {Path(folder).expanduser()}"
+            yield Problem(key, f"{shown(folder)}: only a shell replaces the ~", hint)
+
+
 def _validation(recipe: Recipe, world_size: int) -> Iterator[Problem]:
+    if recipe.validation.enabled and recipe.data.held_out == 0:
+        message = "true needs held-out documents, and data.held_out is 0"
+        hint = "set data.held_out=0.05, or validation.enabled=false"
+        yield Problem("validation.enabled", message, hint)
     if recipe.validation.every < 1:
         message = f"{recipe.validation.every} is too few steps; it must be at least 1"
         yield Problem("validation.every", message)
@@ -196,22 +251,52 @@ def _components(recipe: Recipe, world_size: int) -> Iterator[Problem]:
         yield from component.check(recipe)
 
 
+def _seed_checkpoint(recipe: Recipe, world_size: int) -> Iterator[Problem]:
+    if recipe.checkpoint.create_seed_checkpoint and world_size != 1:
+        message = f"true needs one process, so that nothing is sharded; this job has {world_size}"
+        yield Problem("checkpoint.create_seed_checkpoint", message, "add NGPU=1")
+
+
 def _device_rules(recipe: Recipe, device: str) -> list[Problem]:
     problems = []
     try:
         resolve_attention(recipe.model.attention, device)
     except ValueError as error:
-        problems.append(Problem("", str(error)))
+        problems.append(_from_sentence(str(error)))
     if device == "cpu" and recipe.training.enable_cpu_offload:
         message = "true needs a GPU to offload from; this run is on the CPU"
         problems.append(Problem("training.enable_cpu_offload", message))
     if device == "cpu" and recipe.optimizer.implementation == "fused_opt_states_bf16":
         message = "'fused_opt_states_bf16' runs on CUDA only"
-        close = nearest("fused", ["fused", "foreach", "for-loop"])
-        problems.append(Problem("optimizer.implementation", message, f"use {close[0]}"))
+        problems.append(Problem("optimizer.implementation", message, "use fused"))
     return problems
 
 
+def _torchtitan(recipe: Recipe, world_size: int, device: str) -> Iterator[Problem]:
+    """What torchtitan says to the assembled run, and the components to each other."""
+    try:
+        run = prepare(recipe, Path(recipe.output_dir), device, world_size)
+        run.config.model_spec.model.update_from_config(config=run.config)
+    except (ValueError, NotImplementedError, AssertionError) as error:
+        # torchtitan speaks of its own command line: --training.steps.
+        text = re.sub(r"--(?=[a-z_]+\.)", "", str(error)) or type(error).__name__
+        yield Problem(_key_named_in(text), f"the run cannot be assembled: {text}")
+
+
+def _key_named_in(text: str) -> str:
+    """The dotted key that a sentence is about: the first it names, in full or by its last part."""
+    paths = [key.path for key in walk(Recipe)]
+    found = {
+        match.start(): path
+        for path in paths
+        for name in (path, path.rpartition(".")[2])
+        # Short words such as "enable" or "name" are just words.
+        if ("." in name or "_" in name) and (match := re.search(rf"\b{re.escape(name)}\b", text))
+    }
+    return found[min(found)] if found else ""
+
+
 RULES: tuple[Rule, ...] = (
-    _model, _data, _vocabulary, _lengths, _degrees, _batches, _cuda_graphs, _validation, _components,
+    _model, _data, _vocabulary, _lengths, _degrees, _batches, _schedule, _cuda_graphs,
+    _validation, _folders, _components,
 )  # fmt: skip

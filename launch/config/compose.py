@@ -5,19 +5,38 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
+from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
+from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 
-from components.core.problems import Problem, RecipeError
+from components.core.problems import Problem, RecipeError, shown
 from launch.config.groups import CONF, RECIPES
-from launch.config.lint import check_recipe_file, parse_overrides
-from launch.config.sources import Place, display, read
+from launch.config.lint import recipe_problems, starts_from_base
+from launch.config.origins import files_of, origins_of, place_of
+from launch.config.overrides import COMMAND_LINE, Assignment, parse_overrides
+from launch.config.references import resolve
+from launch.config.sources import display, read
 
-COMMAND_LINE = "command line"
+
+class _ProjectFolders(SearchPathPlugin):
+    """Where Hydra looks besides the recipe's own folder.
+
+    conf/ comes first, so that no file that happens to lie beside a recipe replaces one of its.
+    """
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        search_path.prepend("conf", f"file://{CONF}")
+        search_path.append("recipes", f"file://{RECIPES}")
+
+
+Plugins.instance().register(_ProjectFolders)
 
 
 @dataclass(frozen=True)
@@ -48,123 +67,73 @@ def compose(recipe: Path, overrides: list[str]) -> Composed:
         RecipeError: bad file, bad override, unknown option, unresolved interpolation or ``???``.
     """
     recipe = recipe.resolve()
-    problems = check_recipe_file(recipe)
+    problems = recipe_problems(recipe)
     if problems:
         raise RecipeError(problems)
-    normalised = parse_overrides(overrides)
-    config = _compose_with_hydra(recipe, normalised)
+    assignments = parse_overrides(overrides)
+    _refuse_choices_without_groups(recipe, assignments)
+    config = _compose_with_hydra(recipe, assignments)
     choices = dict(config.hydra.runtime.choices)
     with_hydra = OmegaConf.to_container(config, resolve=False)
     assert isinstance(with_hydra, dict)
     with_hydra.pop("hydra")
-    plain = OmegaConf.create(with_hydra)
-    data = _resolve(plain)
-    return Composed(recipe, overrides, data, _origins(recipe, choices, normalised))
+    origins = origins_of(recipe, choices, assignments)
+    return Composed(recipe, overrides, resolve(OmegaConf.create(with_hydra), origins), origins)
 
 
-def _compose_with_hydra(recipe: Path, overrides: list[str]) -> DictConfig:
-    search = f"hydra.searchpath=[file://{RECIPES},file://{CONF}]"
+def _refuse_choices_without_groups(recipe: Path, assignments: list[Assignment]) -> None:
+    choices = [assignment for assignment in assignments if assignment.is_choice]
+    if choices and not starts_from_base(recipe, recipe.parent):
+        message = f"{display(recipe)} has every value written out and no option left to choose"
+        raise RecipeError(
+            [
+                Problem(c.key, message, f"set single keys: {c.key}.NAME=VALUE", COMMAND_LINE)
+                for c in choices
+            ]
+        )
+
+
+def _compose_with_hydra(recipe: Path, assignments: list[Assignment]) -> DictConfig:
     GlobalHydra.instance().clear()
     logging.getLogger("hydra").setLevel(logging.ERROR)
     try:
         with initialize_config_dir(config_dir=str(recipe.parent), version_base="1.3"):
-            return hydra_compose(
-                recipe.stem, overrides=[search, *overrides], return_hydra_config=True
-            )
-    except (HydraException, OmegaConfBaseException) as error:
-        raise RecipeError([_hydra_problem(error, recipe)]) from error
+            words = [assignment.text for assignment in assignments]
+            return hydra_compose(recipe.stem, overrides=words, return_hydra_config=True)
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
+        raise RecipeError([_hydra_problem(error, recipe, assignments)]) from error
     finally:
         GlobalHydra.instance().clear()
 
 
-def _hydra_problem(error: Exception, recipe: Path) -> Problem:
+def _hydra_problem(error: Exception, recipe: Path, assignments: list[Assignment]) -> Problem:
+    """What is left for Hydra to find: broken files in conf/ and values that cannot be merged."""
+    for file in sorted(CONF.rglob("*.yaml")):
+        read(file)
+    mixed = _list_in_place_of_section(recipe, assignments)
+    if mixed is not None:
+        return mixed
     cause = error.__cause__ or error
+    key = getattr(cause, "full_key", None) or ""
+    if isinstance(cause, GrammarParseError):
+        hint = "a reference is written ${section.key}; for the characters themselves write \\${"
+        where = place_of(origins_of(recipe, {}, assignments), key) or display(recipe)
+        return Problem(key, "the reference in this value is not complete", hint, where)
     lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
-    text = lines[0] if lines else type(cause).__name__
-    if "No match in the defaults list" in str(error):
-        hint = "a resolved recipe (of a run directory) has no groups left to choose from"
-        return Problem("", text, hint, display(recipe))
-    return Problem(getattr(cause, "full_key", "") or "", text, where=display(recipe))
+    return Problem(key, lines[0] if lines else type(cause).__name__, where=display(recipe))
 
 
-def _resolve(config: DictConfig) -> dict[str, Any]:
-    missing = OmegaConf.missing_keys(config)
-    if missing:
-        raise RecipeError(
-            [Problem(key, "has no value yet (it is '???'); set it") for key in sorted(missing)]
-        )
-    try:
-        data = OmegaConf.to_container(config, resolve=True)
-    except OmegaConfBaseException as error:
-        key = getattr(error, "full_key", "") or ""
-        reason = str(error).splitlines()[0]
-        raise RecipeError([Problem(key, f"cannot be resolved: {reason}")]) from error
-    assert isinstance(data, dict)
-    return data
-
-
-def _origins(recipe: Path, choices: dict[str, Any], overrides: list[str]) -> dict[str, str]:
-    """Who set each key: later files win, the command line wins over all."""
-    origins: dict[str, str] = {}
-    for prefix, file in _files(recipe, choices):
-        for key, (_, place) in read(file).keys.items():
-            origins[f"{prefix}.{key}" if prefix else key] = str(place)
-    for override in overrides:
-        key = override.lstrip("+").partition("=")[0]
-        stale = [known for known in origins if known.startswith(f"{key}.")]
-        for known in stale:
-            del origins[known]
-        origins[key] = COMMAND_LINE
-    return origins
-
-
-def _files(recipe: Path, choices: dict[str, Any]) -> list[tuple[str, Path]]:
-    """Files in the order they apply, each with the dotted path its keys live under."""
-    chain = _recipe_chain(recipe)
-    chosen: list[tuple[str, Path]] = []
-    if any(file == CONF / "base.yaml" for file in chain):
-        for group, option in choices.items():
-            if group.startswith("hydra/") or option is None:
-                continue
-            for file in _option_chain(CONF / group / f"{option}.yaml"):
-                chosen.append((group, file))
-    return chosen + [("", file) for file in chain]
-
-
-def _recipe_chain(recipe: Path) -> list[Path]:
-    """conf/base.yaml and the recipes a recipe extends, then the recipe itself."""
-    chain: list[Path] = []
-    for entry, _ in read(recipe).defaults or []:
-        if not isinstance(entry, str) or entry == "_self_":
-            continue
-        name = entry.lstrip("/")
-        for folder in (recipe.parent, RECIPES, CONF):
-            parent = folder / f"{name}.yaml"
-            if parent.is_file():
-                chain += _recipe_chain(parent)
-                break
-    return [*chain, recipe]
-
-
-def _option_chain(option: Path) -> list[Path]:
-    """An option file after the options of the same group that it starts from."""
-    if not option.is_file():
-        return []
-    chain: list[Path] = []
-    for entry, _ in read(option).defaults or []:
-        if isinstance(entry, str) and entry != "_self_":
-            chain += _option_chain(option.parent / f"{entry}.yaml")
-    return [*chain, option]
-
-
-def place_of(origins: dict[str, str], path: str) -> str:
-    """Where a key, or the nearest section around it, was set; "" when nothing set it."""
-    path = path.split("[")[0]
-    while path:
-        if path in origins:
-            return origins[path]
-        path = path.rpartition(".")[0]
-    return ""
-
-
-__all__ = ["COMMAND_LINE", "Composed", "Place", "compose", "place_of"]
+def _list_in_place_of_section(recipe: Path, assignments: list[Assignment]) -> Problem | None:
+    """OmegaConf merges no list into a section, and does not say which."""
+    given = [
+        (key, value, str(place))
+        for _, file in files_of(recipe, {})
+        for key, (value, place) in read(file).keys.items()
+    ]
+    given += [(each.key, each.value, COMMAND_LINE) for each in assignments]
+    sections = {key for key, value, _ in given if isinstance(value, dict)}
+    sections |= {folder.name for folder in CONF.iterdir()}
+    for key, value, where in given:
+        if key in sections and isinstance(value, list):
+            return Problem(key, f"expected a section of keys, got {shown(value)}", where=where)
+    return None

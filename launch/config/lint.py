@@ -1,147 +1,174 @@
-"""What is wrong with a recipe file or an override before Hydra looks at it.
+"""What is wrong with a recipe's name and its ``defaults`` list before Hydra looks at them.
 
-Hydra 1.3 answers several of these with a traceback, a silent change of meaning or an endless
-recursion; each rule here replaces one of them with a sentence.
+Hydra 1.3 answers several of these mistakes with a traceback, a silent change of meaning or an
+endless recursion; each rule here replaces one of them with a sentence.
 """
 
 from pathlib import Path
 from typing import Any
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override, OverrideType
-from hydra.errors import HydraException
+from components.core.problems import Problem, did_you_mean, shown
+from launch.config.groups import CONF, groups, recipe_file, recipe_names, reserved_names
+from launch.config.sources import YamlFile, display, read
 
-from components.core.problems import Problem, RecipeError, did_you_mean
-from launch.config.groups import CONF, RECIPES, groups, recipe_names, reserved_names
-from launch.config.sources import Place, YamlFile, display, read
+SELF = "_self_"
+BASE = "base"
 
 
-def check_recipe_file(path: Path) -> list[Problem]:
+def recipe_problems(path: Path) -> list[Problem]:
     """Problems of a recipe file's name and ``defaults`` list, and of the recipes it extends."""
     if path.suffix != ".yaml":
         return [Problem("", f"{display(path)}: a recipe file ends in .yaml", "rename it")]
+    return _problems(path, path.parent, ())
+
+
+def _problems(path: Path, folder: Path, below: tuple[Path, ...]) -> list[Problem]:
+    """Problems of one recipe; ``folder`` holds the recipe that is run, ``below`` what led here."""
     if path.stem in reserved_names():
         message = f"{path.stem!r} is a reserved name (conf/ has a file or folder called that)"
         return [Problem("", message, "give the recipe another name", display(path))]
     file = read(path)
+    problems = []
+    if "hydra" in file.keys:
+        where = str(file.keys["hydra"][1])
+        problems.append(Problem("hydra", "Hydra's own settings are fixed by this project", "", where))
+    if file.package:
+        message = f"`# @package {file.package}` would move every key of this recipe elsewhere"
+        problems.append(Problem("", message, "remove the line", f"{display(path)}:1"))
     if file.defaults is None:
+        return problems
+    return problems + _Defaults(file, folder, below).problems()
+
+
+class _Defaults:
+    """The ``defaults`` list of one recipe, judged from top to bottom."""
+
+    def __init__(self, file: YamlFile, folder: Path, below: tuple[Path, ...]) -> None:
+        self.path, self.folder, self.below = file.path, folder, (*below, file.path)
+        self.entries = file.defaults or []
+        self.starts_from_base = ""
+        self.chosen: set[str] = set()
+
+    def problems(self) -> list[Problem]:
+        problems = self._self_problems()
+        for entry, place in self.entries:
+            problems += self._entry(entry, str(place))
+        return problems
+
+    def _self_problems(self) -> list[Problem]:
+        entries = [entry for entry, _ in self.entries]
+        if entries.count(SELF) > 1:
+            place = self.entries[len(entries) - 1 - entries[::-1].index(SELF)][1]
+            return [Problem("defaults", "`- _self_` is given twice", where=str(place))]
+        if SELF not in entries:
+            where = str(self.entries[-1][1]) if entries else display(self.path)
+            message = "the list must end with `- _self_`, which marks where this file's values apply"
+            return [Problem("defaults", message, where=where)]
+        if entries[-1] != SELF:
+            place = self.entries[entries.index(SELF)][1]
+            message = "`- _self_` must come last, or the entries after it undo this recipe's values"
+            return [Problem("defaults", message, where=str(place))]
         return []
-    return _check_defaults(file, path)
 
-
-def _check_defaults(file: YamlFile, path: Path) -> list[Problem]:
-    problems: list[Problem] = []
-    assert file.defaults is not None
-    entries = [entry for entry, _ in file.defaults]
-    if "_self_" not in entries:
-        where = str(file.defaults[0][1]) if file.defaults else display(path)
-        message = "the list must end with `- _self_`, which marks where this file's values apply"
-        problems.append(Problem("defaults", message, where=where))
-    elif entries[-1] != "_self_":
-        place = file.defaults[entries.index("_self_")][1]
-        message = "`- _self_` must come last, or the files after it undo this recipe's values"
-        problems.append(Problem("defaults", message, where=str(place)))
-    for entry, place in file.defaults:
-        problems += _check_entry(entry, place, path)
-    return problems
-
-
-def _check_entry(entry: Any, place: Place, path: Path) -> list[Problem]:
-    where = str(place)
-    if entry == "_self_":
-        return []
-    if isinstance(entry, str):
-        return _check_parent(entry, where, path)
-    if not isinstance(entry, dict) or len(entry) != 1:
-        message = f"{entry!r} is not an entry; write `- /base` or `- override /model: NAME`"
-        return [Problem("defaults", message, where=where)]
-    (key, option), *_ = entry.items()
-    words = str(key).split()
-    group = words[-1].lstrip("/")
-    if words[0] != "override" or not words[-1].startswith("/"):
-        hint = f"write `- override /{group}: {option}`"
-        message = f"{key!r} must choose a group's option by its absolute name"
-        return [Problem("defaults", message, hint, where)]
-    return _check_option(group, option, where)
-
-
-def _check_parent(entry: str, where: str, path: Path) -> list[Problem]:
-    """A plain entry names conf/base or another recipe."""
-    name = entry.lstrip("/")
-    if (CONF / f"{name}.yaml").is_file():
-        if entry.startswith("/"):
+    def _entry(self, entry: Any, where: str) -> list[Problem]:
+        if entry == SELF:
             return []
-        return [Problem("defaults", f"write `- /{name}`", where=where)]
-    for folder in (path.parent, RECIPES):
-        parent = folder / f"{name}.yaml"
-        if parent.is_file():
-            if parent.resolve() == path.resolve():
-                return [Problem("defaults", f"{name!r} is this recipe itself", where=where)]
-            return check_recipe_file(parent)
-    known = ["/base", *recipe_names()]
-    message = f"{entry!r} is neither /base nor a recipe in {display(path.parent)} or recipes"
-    return [Problem("defaults", message, did_you_mean(entry, known), where)]
+        if isinstance(entry, str):
+            return self._parent(entry, where)
+        if not isinstance(entry, dict) or len(entry) != 1:
+            hint = "one of `- /base`, `- another_recipe`, `- override /model: NAME`, `- _self_`"
+            return [Problem("defaults", f"{shown(entry)} is not an entry of this list", hint, where)]
+        (key, option), *_ = entry.items()
+        return self._choice(str(key), option, where)
+
+    def _choice(self, key: str, option: Any, where: str) -> list[Problem]:
+        words = key.split() or [""]
+        group = words[-1].lstrip("/")
+        if words != ["override", f"/{group}"] or "@" in group:
+            group = group.split("@")[0]
+            hint = f"write `- override /{group}: {option}`"
+            message = f"{key!r} does not choose a group's option by its absolute name"
+            return [Problem("defaults", message, hint if group in groups() else "", where)]
+        if group in self.chosen:
+            message = "this group's option is chosen twice in this list"
+            return [Problem(group, message, "keep one of them", where)]
+        self.chosen.add(group)
+        problems = option_problems(group, option, where)
+        if not problems and not self.starts_from_base:
+            message = f"nothing before this line has an option of {group!r} to replace"
+            problems = [Problem("defaults", message, "put `- /base` first", where)]
+        return problems
+
+    def _parent(self, entry: str, where: str) -> list[Problem]:
+        """A plain entry names /base or another recipe."""
+        name = entry.removeprefix("/")
+        if name == BASE:
+            if entry != "/base":
+                return [Problem("defaults", "write `- /base`", where=where)]
+            problems = self._second_start(entry, where)
+            if not problems and self.entries[0][0] != entry:
+                message = "`- /base` must come first, or it undoes what stands above it"
+                problems = [Problem("defaults", message, where=where)]
+            return problems
+        parent = recipe_file(name, self.folder)
+        if parent is None:
+            return [self._no_parent(entry, name, where)]
+        if parent.resolve() in [path.resolve() for path in self.below]:
+            what = "this recipe itself" if len(self.below) == 1 else "a recipe that extends this one"
+            return [Problem("defaults", f"{entry!r} is {what}", where=where)]
+        problems = _problems(parent, self.folder, self.below)
+        if not problems and starts_from_base(parent, self.folder):
+            problems = self._second_start(entry, where)
+        return problems
+
+    def _second_start(self, entry: str, where: str) -> list[Problem]:
+        first, self.starts_from_base = self.starts_from_base, self.starts_from_base or entry
+        if not first:
+            return []
+        message = f"{entry!r} starts from conf/base.yaml, and so does {first!r} above it"
+        return [Problem("defaults", message, "keep one of them", where)]
+
+    def _no_parent(self, entry: str, name: str, where: str) -> Problem:
+        head, _, rest = entry.partition(":")
+        if head.split()[:1] == ["override"] and rest:
+            return Problem("defaults", f"{entry!r} lacks a space after its colon", where=where)
+        group, _, option = name.rpartition("/")
+        if option in groups().get(group, []):
+            hint = f"write `- override /{group}: {option}`"
+            return Problem("defaults", f"{entry!r} is a group's option, not a recipe", hint, where)
+        message = f"{entry!r} is neither /base nor the name of a recipe beside this one or in recipes/"
+        known = ["/base", *recipe_names(), *(file.stem for file in self.folder.glob("*.yaml"))]
+        return Problem("defaults", message, did_you_mean(name.split("/")[-1], known), where)
 
 
-def _check_option(group: str, option: Any, where: str) -> list[Problem]:
+def starts_from_base(path: Path, folder: Path) -> bool:
+    """Whether a lint-clean recipe, or one it extends, starts from conf/base.yaml."""
+    for entry, _ in read(path).defaults or []:
+        if entry == "/base":
+            return True
+        parent = recipe_file(entry.removeprefix("/"), folder) if isinstance(entry, str) else None
+        if parent is not None and starts_from_base(parent, folder):
+            return True
+    return False
+
+
+def option_problems(group: str, option: Any, where: str) -> list[Problem]:
+    """Whether ``option`` is one of ``group``'s.
+
+    Args:
+        group: name of a folder in conf/, perhaps mistyped.
+        option: name of a file in it, as YAML read it.
+        where: place to report.
+    """
     if group not in groups():
         message = f"there is no group {group!r}; groups: {', '.join(groups())}"
         return [Problem(group, message, did_you_mean(group, groups()), where)]
-    if isinstance(option, bool) or not isinstance(option, str):
-        message = f"{option!r} is not the name of an option of {group!r}"
-        hint = "YAML reads on, off, yes and no as true and false; quote the name"
-        return [Problem(group, message, hint if isinstance(option, bool) else "", where)]
     options = groups()[group]
     if option in options:
         return []
-    message = f"{option!r} is not one of: {', '.join(options)}"
-    return [Problem(group, message, did_you_mean(option, options), where)]
+    hint = did_you_mean(str(option), options)
+    if isinstance(option, bool):
+        hint = "YAML reads on, off, yes and no as true and false"
+    return [Problem(group, f"{shown(option)} is not one of: {', '.join(options)}", hint, where)]
 
 
-def parse_overrides(overrides: list[str]) -> list[str]:
-    """Check ``key=value`` overrides and put them in the form the composer needs.
-
-    A plain key becomes ``++key=value``: whether it exists is judged by the typed schema afterwards,
-    which knows every key, rather than by what some file happens to mention.
-
-    Raises:
-        RecipeError: all problems of all overrides.
-    """
-    problems: list[Problem] = []
-    result: list[str] = []
-    for text in overrides:
-        try:
-            parsed = OverridesParser.create().parse_override(text)
-        except HydraException as error:
-            reason = str(error).split("\n")[0]
-            hint = "an override is key=value, e.g. training.steps=20 or data.paths=[a.txt,b.txt]"
-            problems.append(Problem("", f"cannot read the override {text!r}: {reason}", hint))
-            continue
-        found = _check_override(parsed, text)
-        problems += found
-        if not found:
-            result.append(_normalised(parsed, text))
-    if problems:
-        raise RecipeError(problems)
-    return result
-
-
-def _check_override(parsed: Override, text: str) -> list[Problem]:
-    key = parsed.key_or_group
-    if parsed.is_delete():
-        hint = "leave the key out of your recipe, or set it to null where null is legal"
-        return [Problem(key, "an override cannot delete a key", hint)]
-    if key.split(".")[0].split("/")[0] == "hydra":
-        return [Problem(key, "Hydra's own settings are fixed by this project", where=text)]
-    if parsed.is_sweep_override():
-        hint = f"to run several values, start one run each; for a list write {key}=[...]"
-        return [Problem(key, f"{text!r} names several values; a run takes one", hint)]
-    if key in groups() and not text.partition("=")[2].lstrip().startswith("{"):
-        return _check_option(key, parsed.value(), "command line")
-    return []
-
-
-def _normalised(parsed: Override, text: str) -> str:
-    if parsed.key_or_group in groups():
-        return text.lstrip("+") if parsed.type is not OverrideType.CHANGE else text
-    return "++" + text.lstrip("+")

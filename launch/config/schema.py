@@ -8,19 +8,21 @@ import ast
 import dataclasses
 import inspect
 import textwrap
-import types
 import typing
 from collections.abc import Iterator
 from functools import cache
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Any
 
-from components.core.units import Unit
+from components.core.units import Count, Tokens
+from launch.config.wording import NoneType, alternatives, describe, is_section
 
 # torchtitan's own integer fields that people write with a unit. Fields of our classes say it in
 # their annotation instead.
 TITAN_UNITS = {
-    ("TrainingConfig", "seq_len"): "TOKENS",
-    ("TrainingConfig", "steps"): "COUNT",
+    ("TrainingConfig", "seq_len"): Tokens,
+    ("TrainingConfig", "steps"): Count,
+    ("LRSchedulersContainer.Config", "warmup_steps"): Count,
+    ("LRSchedulersContainer.Config", "total_steps"): Count | None,
 }
 
 
@@ -47,67 +49,11 @@ class Key:
 def hints_of(cls: type) -> dict[str, Any]:
     """Resolved annotations of a dataclass (or the signature of a function) by name."""
     hints = typing.get_type_hints(cls, include_extras=True)
+    titan = {c.__qualname__ for c in cls.__mro__ if c.__module__.startswith("torchtitan.")}
     for (owner, name), unit in TITAN_UNITS.items():
-        if cls.__name__ == owner and cls.__module__.startswith("torchtitan.") and name in hints:
-            hints[name] = Annotated[int, _unit(unit)]
+        if owner in titan:
+            hints[name] = unit
     return hints
-
-
-def _unit(name: str) -> Unit:
-    import components.core.units as units
-
-    return getattr(units, name)
-
-
-def alternatives(tp: Any) -> list[Any]:
-    """The members of a union, flattened; a list of one for any other type."""
-    if get_origin(tp) is Annotated and not _units_in(tp):
-        return alternatives(get_args(tp)[0])
-    if get_origin(tp) in (Union, types.UnionType):
-        return [leaf for member in get_args(tp) for leaf in alternatives(member)]
-    return [tp]
-
-
-def _units_in(tp: Any) -> list[Unit]:
-    return [extra for extra in get_args(tp)[1:] if isinstance(extra, Unit)]
-
-
-def unit_of(tp: Any) -> Unit | None:
-    """The unit an annotated integer type carries, if any."""
-    if get_origin(tp) is not Annotated:
-        return None
-    return next(iter(_units_in(tp)), None)
-
-
-def describe(tp: Any) -> str:
-    """What a value of this type may be, in words a user can act on."""
-    unit = unit_of(tp)
-    if unit is not None:
-        return f"a number of {unit.name}, like {unit.examples}"
-    options = alternatives(tp)
-    if len(options) > 1:
-        return " or ".join(dict.fromkeys(describe(option) for option in options))
-    tp = options[0]
-    origin = get_origin(tp)
-    if origin is Literal:
-        return "one of " + ", ".join(repr(value) for value in get_args(tp))
-    if dataclasses.is_dataclass(tp):
-        return f"a mapping ({type_name(tp)})"
-    if origin in (list, tuple) or tp in (list, tuple):
-        items = [arg for arg in get_args(tp) if arg is not Ellipsis]
-        return f"a list of {describe(items[0])}" if items else "a list"
-    if origin is dict or tp is dict:
-        return "a mapping"
-    plain = {
-        int: "an integer", float: "a number", str: "a string", bool: "true or false",
-        type(None): "null", Any: "any value",
-    }  # fmt: skip
-    return plain.get(tp, type_name(tp))
-
-
-def type_name(tp: Any) -> str:
-    """A short readable name; nested ``Config`` classes keep their owner's name."""
-    return getattr(tp, "__qualname__", None) or str(tp)
 
 
 def init_fields(cls: type) -> dict[str, dataclasses.Field]:
@@ -132,12 +78,8 @@ def section_class(cls: type, name: str) -> type | None:
     default = default_of(init_fields(cls)[name])
     if dataclasses.is_dataclass(default) and not isinstance(default, type):
         return type(default)
-    classes = [tp for tp in alternatives(hints_of(cls).get(name, Any)) if _is_dataclass_type(tp)]
-    return classes[0] if len(classes) == 1 else None
-
-
-def _is_dataclass_type(tp: Any) -> bool:
-    return isinstance(tp, type) and dataclasses.is_dataclass(tp)
+    options = [tp for tp in alternatives(hints_of(cls).get(name, Any)) if tp is not NoneType]
+    return options[0] if len(options) == 1 and is_section(options[0]) else None
 
 
 @cache
@@ -181,4 +123,4 @@ def walk(cls: type, prefix: str = "", classes: dict[str, type] | None = None) ->
             yield from walk(section, path, classes)
         else:
             legal = describe(hints.get(name, Any))
-            yield Key(path, legal, default_of(field), docs.get(name, ""), type_name(cls))
+            yield Key(path, legal, default_of(field), docs.get(name, ""), cls.__qualname__)

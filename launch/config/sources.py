@@ -1,5 +1,6 @@
 """Where a key was written: YAML files read with line numbers."""
 
+import re
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -8,6 +9,13 @@ from typing import Any
 import yaml
 
 from components.core.problems import Problem, RecipeError
+
+_NULL, _INT, _FLOAT, _MERGE = (
+    f"tag:yaml.org,2002:{name}" for name in ("null", "int", "float", "merge")
+)
+_PACKAGE = re.compile(r"\s*#\s*@package\s+(\S+)")
+# 010 is eight and 1:30 is ninety.
+_SURPRISING = re.compile(r"[-+]?(0[0-9_]+$|[0-9_]+:)")
 
 
 @dataclass(frozen=True)
@@ -37,13 +45,13 @@ class YamlFile:
         path: the file.
         keys: dotted key -> (value, place) of every leaf and section, ``defaults`` left out.
         defaults: entries of the ``defaults:`` list with their places, or None without a list.
-        package_global: whether the file starts with ``# @package _global_``.
+        package: what a ``# @package`` line at the top names, unless it is the usual place.
     """
 
     path: Path
     keys: dict[str, tuple[Any, Place]]
     defaults: list[tuple[Any, Place]] | None
-    package_global: bool
+    package: str
 
 
 @cache
@@ -54,59 +62,98 @@ def read(path: Path) -> YamlFile:
         RecipeError: unreadable, not YAML, not a mapping, or a key given twice; with file and line.
     """
     try:
-        text = path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise RecipeError([Problem("", f"cannot read {display(path)}: {error}")]) from error
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise RecipeError([Problem("", f"{display(path)} is not UTF-8 text")]) from error
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise RecipeError([Problem("", f"cannot read {display(path)}: {reason}")]) from error
     try:
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        return _parse(text, path)
     except yaml.YAMLError as error:
         raise RecipeError([_syntax_problem(path, error)]) from error
-    if root is None:
-        return YamlFile(path, {}, None, False)
+
+
+def _parse(text: str, path: Path) -> YamlFile:
+    root = yaml.compose(text, Loader=yaml.SafeLoader)
+    match = _PACKAGE.match(text)
+    package = match[1] if match and match[1] != "_global_" else ""
+    if root is None or root.tag == _NULL:
+        return YamlFile(path, {}, None, package)
     if not isinstance(root, yaml.MappingNode):
-        message = "a recipe is a mapping of keys to values; this file holds something else"
+        message = "a recipe holds `key: value` lines; this file holds something else"
         raise RecipeError([Problem("", message, where=str(Place(path, 1)))])
-    keys: dict[str, tuple[Any, Place]] = {}
-    problems: list[Problem] = []
-    _collect(root, "", path, keys, problems)
-    if problems:
-        raise RecipeError(problems)
-    defaults = _defaults(root, path)
-    return YamlFile(path, keys, defaults, "@package _global_" in text.split("\n", 1)[0])
+    collector = _Collector(path)
+    collector.collect(root, "")
+    if collector.problems:
+        raise RecipeError(collector.problems)
+    return YamlFile(path, collector.keys, _defaults(root, path), package)
 
 
 def _syntax_problem(path: Path, error: yaml.YAMLError) -> Problem:
     mark = getattr(error, "problem_mark", None)
-    where = f"{display(path)}:{mark.line + 1}:{mark.column + 1}" if mark else display(path)
+    where = f"{display(path)}:{mark.line + 1}" if mark else display(path)
     reason = getattr(error, "problem", None) or str(error)
-    hint = "use spaces, not tabs" if "'\\t'" in reason else "look at the indentation and colons"
-    return Problem("", f"this is not YAML: {reason}", hint, where)
+    if "'\\t'" in reason:
+        message, hint = "a tab in the indentation", "use spaces"
+    elif "constructor for the tag" in reason:
+        message, hint = f"the tag {reason.split('tag ')[-1]} is not used here", "write the plain value"
+    else:
+        # The place that YAML gives is where it noticed, which is often one line late.
+        message = f"this is not YAML: {reason}"
+        hint = "look at this line and the one above: indentation, brackets, colons, quotes"
+    return Problem("", message, hint, where)
 
 
-def _collect(
-    node: yaml.MappingNode,
-    prefix: str,
-    path: Path,
-    keys: dict[str, tuple[Any, Place]],
-    problems: list[Problem],
-) -> None:
-    seen: dict[str, int] = {}
-    for key_node, value_node in node.value:
-        name = str(key_node.value)
-        line = key_node.start_mark.line + 1
-        dotted = f"{prefix}.{name}" if prefix else name
-        if name in seen:
-            where = f"{display(path)}:{line}"
-            message = f"this key is given twice; it was first set in line {seen[name]}"
-            problems.append(Problem(dotted, message, "keep one of them", where))
-            continue
-        seen[name] = line
-        if dotted == "defaults":
-            continue
-        value = yaml.SafeLoader("").construct_object(value_node, deep=True)
-        keys[dotted] = (value, Place(path, line))
-        if isinstance(value_node, yaml.MappingNode):
-            _collect(value_node, dotted, path, keys, problems)
+class _Collector:
+    """Walks a YAML tree and records every key with its place."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.keys: dict[str, tuple[Any, Place]] = {}
+        self.problems: list[Problem] = []
+
+    def collect(self, node: yaml.MappingNode, prefix: str) -> None:
+        """Record the keys below ``node``, whose own dotted key is ``prefix``."""
+        seen: dict[str, int] = {}
+        # Merged keys first: a key that stands in the section itself wins.
+        for key_node, value_node in sorted(node.value, key=lambda pair: pair[0].tag != _MERGE):
+            place = Place(self.path, key_node.start_mark.line + 1)
+            if key_node.tag == _MERGE:
+                self._merge(value_node, prefix)
+                continue
+            if not isinstance(key_node, yaml.ScalarNode):
+                self.problems.append(Problem(prefix, "a key must be one word", "", str(place)))
+                continue
+            name = str(key_node.value)
+            dotted = f"{prefix}.{name}" if prefix else name
+            if name in seen:
+                message = f"this key is given twice; it was first set in line {seen[name]}"
+                self.problems.append(Problem(dotted, message, "keep one of them", str(place)))
+                continue
+            seen[name] = place.line
+            if dotted != "defaults":
+                self._record(value_node, dotted, place)
+
+    def _record(self, node: yaml.Node, dotted: str, place: Place) -> None:
+        value = yaml.SafeLoader("").construct_object(node, deep=True)
+        self.keys[dotted] = (value, place)
+        if isinstance(node, yaml.MappingNode):
+            self.collect(node, dotted)
+            return
+        for item in node.value if isinstance(node, yaml.SequenceNode) else [node]:
+            if item.tag in (_INT, _FLOAT) and _SURPRISING.match(item.value):
+                number = yaml.SafeLoader("").construct_object(item)
+                message = f"YAML 1.1 reads {item.value} as the number {number}"
+                hint = f'write "{item.value}" with its quotes for the text, or {number}'
+                self.problems.append(Problem(dotted, message, hint, str(place)))
+
+    def _merge(self, node: yaml.Node, prefix: str) -> None:
+        """``<<: *anchor``: the keys of the anchor, at the anchor's place."""
+        nodes = node.value if isinstance(node, yaml.SequenceNode) else [node]
+        for each in nodes:
+            if isinstance(each, yaml.MappingNode):
+                self.collect(each, prefix)
 
 
 def _defaults(root: yaml.MappingNode, path: Path) -> list[tuple[Any, Place]] | None:
@@ -115,8 +162,9 @@ def _defaults(root: yaml.MappingNode, path: Path) -> list[tuple[Any, Place]] | N
             continue
         if not isinstance(value_node, yaml.SequenceNode):
             place = Place(path, key_node.start_mark.line + 1)
-            message = "must be a list of configuration files"
-            raise RecipeError([Problem("defaults", message, where=str(place))])
+            message = "must be a list, such as"
+            hint = "defaults:\n  - /base\n  - override /model: NAME\n  - _self_"
+            raise RecipeError([Problem("defaults", message, hint, str(place))])
         loader = yaml.SafeLoader("")
         return [
             (loader.construct_object(item, deep=True), Place(path, item.start_mark.line + 1))

@@ -197,13 +197,17 @@ def test_the_same_documents_elsewhere_are_the_same_data(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "batch", "multiple"), [(1, 1, 1), (2, 1, 1), (3, 5, 1), (2, 2, 3)]
+    ("ranks", "batch", "multiple"), [(1, 1, 1), (2, 1, 1), (3, 5, 1), (2, 2, 7)]
 )
 def test_a_finite_epoch_is_equally_long_on_every_rank(
     tmp_path: Path, ranks: int, batch: int, multiple: int
 ) -> None:
     corpus = given(tmp_path, held_out=0.3)
-    config: dict[str, Any] = {"split": "validation", "infinite": False, "batches_multiple": multiple}
+    config: dict[str, Any] = {
+        "split": "validation",
+        "infinite": False,
+        "batches_multiple": multiple,
+    }
     loaders = [make(corpus, ranks=ranks, rank=rank, batch=batch, **config) for rank in range(ranks)]
     batches = [list(loader) for loader in loaders]
     lengths = {len(each) for each in batches}

@@ -55,10 +55,10 @@ def twin_samples(
         labels: list[int] = []
         positions: list[int] = []
         for at in range(start, start + seq_len):
-            (token, document), (following, next_document) = stream[at], stream[at + 1]
-            continues = at > start and stream[at - 1][1] == document
+            (token, owner), (following, next_owner) = stream[at], stream[at + 1]
+            continues = at > start and stream[at - 1][1] == owner
             tokens.append(token)
-            labels.append(following if next_document == document else IGNORED)
+            labels.append(following if next_owner == owner else IGNORED)
             positions.append(positions[-1] + 1 if continues else 0)
         samples.append((tokens, labels, positions))
     return samples
@@ -81,10 +81,10 @@ def test_samples_equal_the_twin_over_several_epochs(seed: int, seq_len: int) -> 
     assert [as_lists(stream.sample(k)) for k in range(count)] == expected
 
 
-def test_a_sample_longer_than_the_corpus_repeats_it() -> None:
-    texts = [[1, 2, 3], [4], [5, 6]]
+@pytest.mark.parametrize("texts", [[[1, 2, 3], [4], [5, 6]], [[1, 2, 3, 4, 5]], [[1]]])
+def test_a_sample_longer_than_the_corpus_repeats_it(texts: list[list[int]]) -> None:
     stream = PackedStream(make_documents(texts), 50, seed=3, pad_id=PAD)
-    expected = twin_samples(texts, [0, 1, 2], 50, 3, 4)
+    expected = twin_samples(texts, list(range(len(texts))), 50, 3, 4)
     assert [as_lists(stream.sample(k)) for k in range(4)] == expected
 
 
@@ -111,6 +111,13 @@ def test_samples_do_not_depend_on_what_was_read_before() -> None:
     for k in (0, far + 50, 3, far - 1):
         used.sample(k)
     assert as_lists(used.sample(far)) == as_lists(fresh.sample(far))
+
+
+def test_the_orders_of_past_epochs_are_forgotten() -> None:
+    stream = PackedStream(make_documents([[1, 2], [3]]), 8, seed=0, pad_id=PAD)
+    for k in range(20):
+        stream.sample(k)
+    assert len(stream._orders) == 2
 
 
 def test_every_epoch_holds_every_token_once_and_in_another_order() -> None:

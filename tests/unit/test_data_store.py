@@ -147,6 +147,20 @@ def test_the_digest_is_of_content_and_not_of_place_or_time(tmp_path: Path) -> No
     assert digest("a", {"x": b"one", "z": b"two"}) != first
     assert digest("a", {"x": b"onet", "y": b"wo"}) != first
     assert digest("a", {"y": b"two", "x": b"one"}) != first
+    assert digest("a", {"x": b"one", "y": b"twi"}) != first
+
+
+def test_the_digest_knows_where_documents_end(tmp_path: Path) -> None:
+    name = write_tokenizer(tmp_path / "tokenizer")
+
+    def opened(texts: dict[str, bytes]) -> TokenStore:
+        corpus = Given(texts=texts, tokenizer=name, cache_dir=str(tmp_path / "cache"))
+        return open_store(corpus, build_tokenizer(name))
+
+    first = opened({"x": b"a</s><s>b", "y": b"c"})
+    other = opened({"x": b"a", "y": b"b</s><s>c"})
+    assert first.tokens.tolist() == other.tokens.tolist()
+    assert first.digest != other.digest
 
 
 def test_touched_files_are_tokenised_again_to_the_same_digest(tmp_path: Path) -> None:

@@ -1,1 +1,0 @@
-from components.core.units import *  # noqa  temporary alias

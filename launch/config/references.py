@@ -1,0 +1,66 @@
+"""Values that refer to others (``${section.key}``) or are still missing (``???``)."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import (
+    InterpolationKeyError,
+    OmegaConfBaseException,
+    UnsupportedInterpolationType,
+)
+
+from components.core.problems import Problem, RecipeError, did_you_mean
+from launch.config.origins import place_of
+
+
+def resolve(config: DictConfig, origins: dict[str, str]) -> dict[str, Any]:
+    """Follow every ``${...}`` and return plain data.
+
+    Raises:
+        RecipeError: all keys that are ``???`` or refer to what cannot be found.
+    """
+    problems = list(_open_values(config, "", origins))
+    if problems:
+        raise RecipeError(problems)
+    data = OmegaConf.to_container(config, resolve=True)
+    assert isinstance(data, dict)
+    return data
+
+
+def _open_values(node: Any, prefix: str, origins: dict[str, str]) -> Iterator[Problem]:
+    """Values that are missing, or refer to what cannot be found."""
+    keys = range(len(node)) if OmegaConf.is_list(node) else list(node)
+    for key in keys:
+        path = f"{prefix}[{key}]" if OmegaConf.is_list(node) else f"{prefix}.{key}".lstrip(".")
+        where = place_of(origins, path)
+        if OmegaConf.is_missing(node, key):
+            yield Problem(path, "has no value yet ('???'); set it", where=where)
+            continue
+        try:
+            value = node[key]
+        except OmegaConfBaseException as error:
+            message, hint = _reference_problem(error, origins)
+            yield Problem(path, message, hint, where)
+            continue
+        if OmegaConf.is_config(value) and not OmegaConf.is_interpolation(node, key):
+            yield from _open_values(value, path, origins)
+
+
+def _reference_problem(error: OmegaConfBaseException, origins: dict[str, str]) -> tuple[str, str]:
+    text = str(error).splitlines()[0]
+    quoted = text.split("'")[1] if text.count("'") >= 2 else text
+    if isinstance(error, InterpolationKeyError):
+        message = f"refers to ${{{quoted}}}, which neither the recipe nor conf/ sets"
+        return message, did_you_mean(quoted, origins)
+    if isinstance(error, UnsupportedInterpolationType):
+        name = text.rpartition(" ")[2]
+        message = f"${{{name}:...}} is no function; refer to a key as ${{section.key}}"
+        return message, "an environment variable is ${oc.env:NAME}"
+    if "Environment variable" in text:
+        return f"the environment variable {quoted} is not set", ""
+    if "Recursive" in text:
+        return "refers to itself", "follow its ${...} references to the one that closes the circle"
+    return f"cannot be resolved: {text}", ""
+
+

@@ -1,0 +1,127 @@
+"""Run small trainings in this process, for tests."""
+
+import json
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torchtitan.trainer
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from components.titan.build import prepare
+from components.titan.trainer import RecipeTrainer
+from launch.config.groups import RECIPES
+from launch.config.load import load_recipe
+
+Use = Callable[[RecipeTrainer], Any]
+
+
+def write_corpus(folder: Path, documents: int = 24) -> Path:
+    """Ragged text: a few long documents and many very short ones, so ranks see uneven counts."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for index in range(documents):
+        words = 3 if index % 3 else 900
+        text = " ".join(f"w{(index * 7 + k * k) % 97}" for k in range(words))
+        (folder / f"{index:03d}.txt").write_text(text)
+    return folder
+
+
+def small_overrides(corpus: Path) -> list[str]:
+    """The smallest run that still has experts, several documents per sample and several samples."""
+    return [
+        "model=moe_debug",
+        "data=text",
+        f"data.paths=['{corpus}/*.txt']",
+        f"data.cache_dir='{corpus.parent}/cache'",
+        "data.held_out=0.1",
+        "training.seq_len=128",
+        "training.local_batch_size=2",
+        "training.steps=6",
+        "lr_scheduler.total_steps=6",
+        "lr_scheduler.warmup_steps=1",
+        "components.chunked_loss.num_chunks=4",
+        "validation.enabled=false",
+        "checkpoint.interval=100",
+        "metrics.enable_tensorboard=false",
+    ]
+
+
+def free_port() -> int:
+    """A TCP port that is free right now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def set_rank(rank: int, world_size: int, port: int) -> None:
+    """The environment that torchrun gives a process."""
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )
+
+
+def train(
+    run_dir: Path,
+    overrides: list[str],
+    recipe: str = "quickstart",
+    use: Use | None = None,
+) -> Any:
+    """Build a trainer in this process (rank and world from the environment) and use it.
+
+    Args:
+        run_dir: everything is written there; an existing checkpoint in it is continued.
+        use: what to do with the trainer; trains it to the end by default.
+    """
+    # torchtitan sleeps two seconds at the end of training.
+    torchtitan.trainer.time.sleep = lambda seconds: None
+    run_dir.mkdir(parents=True, exist_ok=True)
+    if "RANK" not in os.environ:
+        set_rank(0, 1, free_port())
+    loaded = load_recipe(RECIPES / f"{recipe}.yaml", overrides)
+    prepared = prepare(loaded.recipe, run_dir, "cpu", int(os.environ["WORLD_SIZE"]))
+    use = use or RecipeTrainer.train
+    if dist.is_initialized():
+        # Several ranks: their group outlives this training (see tests/distributed/spawn.py).
+        trainer = prepared.build()
+        try:
+            return use(trainer)
+        finally:
+            trainer.close()
+    try:
+        with prepared.build_and_close() as trainer:
+            return use(trainer)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def metrics(run_dir: Path) -> list[dict[str, float]]:
+    """Every line of a run's metrics.jsonl, in order."""
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def losses(run_dir: Path) -> list[float]:
+    """Training loss of every step, full precision."""
+    return [line["train/loss"] for line in metrics(run_dir) if "train/loss" in line]
+
+
+def checkpoint_state(step_dir: Path) -> dict[str, Any]:
+    """Everything in a checkpoint, flat and on the CPU."""
+    target = step_dir.parent.parent / f"{step_dir.name}.pt"
+    dcp_to_torch_save(step_dir, target)
+    return torch.load(target, weights_only=False)
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    """A whole tensor, whether it was sharded or not."""
+    whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return whole.detach().clone()
