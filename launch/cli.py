@@ -156,7 +156,13 @@ def entry() -> None:
     # Output of ranks and launcher share the terminal; a buffered launcher would speak out of turn.
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     os.chdir(_root())
-    sys.exit(main(sys.argv[1:]))
+    try:
+        code = main(sys.argv[1:])
+    except BrokenPipeError:
+        # The reader of our output (`make show | head`) has seen enough.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 0
+    sys.exit(code)
 
 
 def _root() -> Path:

@@ -1,15 +1,19 @@
 """Start a run on this machine: one process per device, through torchrun's agent."""
 
+import contextlib
 import logging
 import os
 import signal
 import sys
 import uuid
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 
+import psutil
 import torch
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -18,8 +22,8 @@ from components.core.recipe import Hardware
 from launch.config.groups import ROOT
 from launch.rundir import RunDir
 
-SHUTDOWN_SECONDS = 600
-"""Grace between asking the ranks to stop (they save a checkpoint) and killing them."""
+SHUTDOWN_SECONDS = 30
+"""Grace for the other ranks once one has failed; they wait for it in a collective, for nothing."""
 
 
 @dataclass(frozen=True)
@@ -85,15 +89,37 @@ def start(run: RunDir, ranks: int, device: str) -> Outcome:
         max_restarts=0,
         logs_specs=_logs(run.logs, ranks),
         shutdown_timeout=SHUTDOWN_SECONDS,
+        # Stopping is between us and the ranks: the agent would kill them while they save.
+        signals_to_handle="SIGQUIT",
     )
     try:
-        elastic_launch(config, sys.executable)("-u", "-m", "launch.worker", str(run.path))
+        with _stop_signals_to_ranks():
+            elastic_launch(config, sys.executable)("-u", "-m", "launch.worker", str(run.path))
     except ChildFailedError as error:
         return Outcome(1, _first_failure(error, run))
-    except SignalException as error:
-        return Outcome(128 + int(error.sigval))
     stopped_by = run.read_status().get("signal")
     return Outcome(128 + stopped_by if stopped_by else 0)
+
+
+@contextlib.contextmanager
+def _stop_signals_to_ranks() -> Iterator[None]:
+    """Hand SIGTERM, SIGINT and SIGHUP on to the ranks, which save and leave by themselves."""
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        workers = psutil.Process().children()
+        if not workers:
+            raise KeyboardInterrupt
+        for worker in workers:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                worker.send_signal(signal.SIGTERM)
+
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    previous = {number: signal.signal(number, forward) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 def _logs(folder: Path, ranks: int) -> DefaultLogsSpecs:
@@ -114,7 +140,7 @@ def _first_failure(error: ChildFailedError, run: RunDir) -> str:
     if failure.exitcode == -signal.SIGKILL:
         reason = (
             "killed with signal 9. When nobody sent it, the machine ran out of HOST memory: "
-            "look at `dmesg | tail`, and lower the batch, the ranks per machine or what is offloaded"
+            "look at `dmesg | tail`; lower the batch, the ranks per machine or what is offloaded"
         )
     else:
         message = failure.message

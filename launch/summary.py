@@ -74,8 +74,12 @@ def _state(recipe: Recipe, ranks: int, device: str) -> str:
     shards = ranks // dims.dp_replicate
     per_rank = total * _BYTES_PER_PARAMETER[recipe.training.dtype] / shards / 2**30
     limit = recipe.hardware.memory
-    room = f" of {limit / 2**30:.0f} GiB" if limit else ""
-    return f"{per_rank:.2f} GiB per rank for parameters, gradients and AdamW{room}"
+    text = f"{per_rank:.2f} GiB per rank for parameters, gradients and AdamW"
+    if limit is None:
+        return text
+    room = limit / 2**30
+    verdict = "DOES NOT FIT" if per_rank > room else "activations come on top"
+    return f"{text}, of {room:.0f} GiB ({verdict})"
 
 
 def _components(recipe: Recipe) -> str:

@@ -20,11 +20,11 @@ from launch.config.load import load_recipe
 Use = Callable[[RecipeTrainer], Any]
 
 
-def write_corpus(folder: Path, documents: int = 24) -> Path:
-    """Ragged text: a few long documents and many very short ones, so ranks see uneven counts."""
+def write_corpus(folder: Path, documents: int = 60) -> Path:
+    """Ragged text: documents of 10 to 1,000 bytes, so samples hold uneven numbers of them."""
     folder.mkdir(parents=True, exist_ok=True)
     for index in range(documents):
-        words = 3 if index % 3 else 900
+        words = 3 + (index * 37) % 250 if index % 3 == 0 else 3 + index % 11
         text = " ".join(f"w{(index * 7 + k * k) % 97}" for k in range(words))
         (folder / f"{index:03d}.txt").write_text(text)
     return folder
@@ -87,17 +87,9 @@ def train(
         set_rank(0, 1, free_port())
     loaded = load_recipe(RECIPES / f"{recipe}.yaml", overrides)
     prepared = prepare(loaded.recipe, run_dir, "cpu", int(os.environ["WORLD_SIZE"]))
-    use = use or RecipeTrainer.train
-    if dist.is_initialized():
-        # Several ranks: their group outlives this training (see tests/distributed/spawn.py).
-        trainer = prepared.build()
-        try:
-            return use(trainer)
-        finally:
-            trainer.close()
     try:
         with prepared.build_and_close() as trainer:
-            return use(trainer)
+            return (use or RecipeTrainer.train)(trainer)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -1,6 +1,7 @@
 """What is wrong with a recipe, in words a user can act on."""
 
 import difflib
+import textwrap
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -59,6 +60,13 @@ def shown(value: Any, longest: int = 60) -> str:
     else:
         text = repr(value) if isinstance(value, str | int | float) else str(value)
     return text if len(text) <= longest else f"{text[: longest - 4]} ..."
+
+
+def listing(title: str, names: Iterable[str]) -> str:
+    """``title: a, b, c`` broken into lines that fit under a problem."""
+    return textwrap.fill(
+        f"{title}: {', '.join(names)}", 92, subsequent_indent="  ", break_on_hyphens=False
+    )
 
 
 def nearest(name: str, options: Iterable[str], limit: int = 3, cutoff: float = 0.6) -> list[str]:

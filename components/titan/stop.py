@@ -16,6 +16,7 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.signal: int | None = None
+        self.interrupts = 0
         self._group: dist.ProcessGroup | None = None
         self._previous: dict[int, object] = {}
 
@@ -42,7 +43,9 @@ class StopRequest:
         return self.signal is not None
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self.signal is not None:
-            # Asked twice: the user wants out now.
+        # Launchers and schedulers repeat SIGTERM, and a terminal's Ctrl-C comes with one. Only a
+        # second Ctrl-C is a person who wants out without waiting for the checkpoint.
+        if number == signal.SIGINT and self.interrupts:
             raise KeyboardInterrupt
-        self.signal = number
+        self.interrupts += number == signal.SIGINT
+        self.signal = self.signal or number

@@ -102,8 +102,9 @@ class Binder:
         values: dict[str, Any] = {}
         for name, value in data.items():
             if name not in fields:
-                self._unknown_key(str(name), path, list(fields))
-                values[str(name)] = BAD
+                written = name if isinstance(name, str) else shown(name)
+                self._unknown_key(written, path, list(fields))
+                values[written] = BAD
                 continue
             section = section_class(cls, name)
             tp = hints.get(name, Any)
@@ -134,8 +135,9 @@ class Binder:
             if is_anything(option) or (_is_class(option) and issubclass(cls, option))
         ]
         if not legal:
-            takes = describe(tp) if not is_section(tp) else f"a {tp.__qualname__}"
-            message = f"{value[TARGET]!r} does not belong here; this key takes {takes}"
+            message = f"{value[TARGET]!r} does not belong here"
+            if not is_section(tp):
+                message += f"; this key takes {describe(tp)}"
             self.problems.append(Problem(key, message))
             return BAD
         rest = {name: item for name, item in value.items() if name != TARGET}

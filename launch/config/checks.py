@@ -45,8 +45,10 @@ def check_recipe(
     Raises:
         RecipeError: all problems found.
     """
-    if world_size < 1:
-        problems = [Problem("hardware.ranks", f"{world_size} ranks; it must be at least 1")]
+    if world_size < 1 or recipe.hardware.ranks_per_node < 1:
+        per_node = recipe.hardware.ranks_per_node
+        key, value = ("ranks", world_size) if world_size < 1 else ("ranks_per_node", per_node)
+        problems = [Problem(f"hardware.{key}", f"{value} ranks; it must be at least 1")]
     else:
         problems = [problem for rule in RULES for problem in rule(recipe, world_size)]
         problems += _device_rules(recipe, device)
@@ -286,6 +288,7 @@ def _torchtitan(recipe: Recipe, world_size: int, device: str) -> Iterator[Proble
 def _key_named_in(text: str) -> str:
     """The dotted key that a sentence is about: the first it names, in full or by its last part."""
     paths = [key.path for key in walk(Recipe)]
+    text = text.replace("-", "_").lower()
     found = {
         match.start(): path
         for path in paths

@@ -77,8 +77,9 @@ def compose(recipe: Path, overrides: list[str]) -> Composed:
     with_hydra = OmegaConf.to_container(config, resolve=False)
     assert isinstance(with_hydra, dict)
     with_hydra.pop("hydra")
-    origins = origins_of(recipe, choices, assignments)
-    return Composed(recipe, overrides, resolve(OmegaConf.create(with_hydra), origins), origins)
+    origins, unset = origins_of(recipe, choices, assignments)
+    data = resolve(OmegaConf.create(with_hydra), origins, unset)
+    return Composed(recipe, overrides, data, origins)
 
 
 def _refuse_choices_without_groups(recipe: Path, assignments: list[Assignment]) -> None:
@@ -117,7 +118,8 @@ def _hydra_problem(error: Exception, recipe: Path, assignments: list[Assignment]
     key = getattr(cause, "full_key", None) or ""
     if isinstance(cause, GrammarParseError):
         hint = "a reference is written ${section.key}; for the characters themselves write \\${"
-        where = place_of(origins_of(recipe, {}, assignments), key) or display(recipe)
+        origins, _ = origins_of(recipe, {}, assignments)
+        where = place_of(origins, key) or display(recipe)
         return Problem(key, "the reference in this value is not complete", hint, where)
     lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
     return Problem(key, lines[0] if lines else type(cause).__name__, where=display(recipe))

@@ -1,21 +1,20 @@
 """The binder's findings for people: where each was written, and what was probably meant."""
 
-import textwrap
 from dataclasses import replace
 from difflib import SequenceMatcher
 from typing import Any
 
-from components.core.problems import Problem
+from components.core.problems import Problem, listing
 from components.core.recipe import Recipe
 from launch.config.binder import Refused, UnknownKey
 from launch.config.groups import CONF, groups
 from launch.config.origins import place_of
+from launch.config.overrides import COMMAND_LINE
 from launch.config.schema import walk
 from launch.config.sources import read
 from launch.config.targets import TARGET, locate
 
 _MANY = 3
-_LINE = 92
 _START = "start the recipe with\n  defaults:\n    - /base\n    - _self_"
 
 
@@ -30,10 +29,12 @@ def explain(
         origins: dotted key -> place.
     """
     known = _known_paths(data)
-    return [
+    explained = [
         replace(_with_hint(problem, known), where=_where(problem, origins))
         for problem in _merged(problems)
     ]
+    started = [problem for problem in explained if problem.hint == _START]
+    return [replace(p, hint="") if p in started[1:] else p for p in explained]
 
 
 def _known_paths(data: dict[str, Any]) -> list[str]:
@@ -63,7 +64,7 @@ def _where(problem: Problem, origins: dict[str, str]) -> str:
     if isinstance(problem, Refused):
         exact = [origins[path] for path in problem.about if path in origins]
         if exact:
-            return exact[0]
+            return COMMAND_LINE if COMMAND_LINE in exact else exact[0]
     return place_of(origins, problem.path)
 
 
@@ -99,8 +100,9 @@ def _with_hint(problem: Problem, known: list[str]) -> Problem:
             hint = f"to choose an option of conf/{problem.path}, put into the defaults list:\n"
             return replace(problem, hint=f"{hint}  - override /{problem.path}: NAME")
     if name == TARGET and section in groups():
-        legal = ", ".join(_targets_of(section))
-        return replace(problem, hint=f"conf/{section} has: {legal}")
+        return replace(problem, hint=listing(f"conf/{section} has", _targets_of(section)))
+    if name == TARGET:
+        return replace(problem, hint=f"remove it; {section} needs no {TARGET}")
     return problem
 
 
@@ -110,19 +112,17 @@ def _targets_of(group: str) -> list[str]:
 
 
 def _unknown_key_hint(problem: UnknownKey, known: list[str]) -> str:
-    takes = f"{problem.section or 'a recipe'} takes: {', '.join(problem.siblings)}"
-    lines = [textwrap.fill(takes, _LINE, subsequent_indent="  ", break_on_hyphens=False)]
     if "." in problem.name:
         section, _, key = problem.name.rpartition(".")
         return f"in a file, sections are nested: write `{key}:` indented below `{section}:`"
     guesses = suggestions(problem.name, problem.section, problem.siblings, known)
     if guesses:
-        lines.insert(0, f"did you mean {' or '.join(guesses)}?")
-    return "\n".join(lines)
+        return f"did you mean {' or '.join(guesses)}?"
+    return listing(f"{problem.section or 'a recipe'} takes", problem.siblings)
 
 
 def suggestions(name: str, section: str, siblings: tuple[str, ...], known: list[str]) -> list[str]:
-    """Dotted keys that a mistyped or misplaced key may have meant, best first, four at most.
+    """Dotted keys that a mistyped or misplaced key may have meant, best first, three at most.
 
     Args:
         name: last part of the unknown key.
@@ -143,7 +143,7 @@ def suggestions(name: str, section: str, siblings: tuple[str, ...], known: list[
 def _best(scores: dict[str, float], least: float) -> list[str]:
     top = max(scores.values(), default=0)
     close = {path: score for path, score in scores.items() if score >= max(least, top - 0.1)}
-    return sorted(close, key=lambda path: (-close[path], path.count(".")))[:4]
+    return sorted(close, key=lambda path: (-close[path], path.count(".")))[:3]
 
 
 def likeness(written: str, legal: str) -> float:

@@ -7,8 +7,8 @@ from typing import Any
 import yaml
 
 from components.core.recipe import Recipe
-from launch.config.binder import TARGET
 from launch.config.schema import init_fields, section_class
+from launch.config.targets import TARGET
 
 
 def to_plain(value: Any) -> Any:
@@ -33,7 +33,22 @@ def _field(owner: Any, name: str) -> Any:
     return plain
 
 
+class _Dumper(yaml.SafeDumper):
+    """Quotes text such as "1e-3", which PyYAML reads as text and OmegaConf as a number."""
+
+
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
+    try:
+        float(text)
+    except ValueError:
+        return dumper.represent_str(text)
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="'")
+
+
+_Dumper.add_representer(str, _represent_text)
+
+
 def write(recipe: Recipe, path: Path, header: list[str]) -> None:
     """Write the resolved recipe as YAML, every key present, with comment lines on top."""
-    text = yaml.safe_dump(to_plain(recipe), sort_keys=False, width=100)
-    path.write_text("".join(f"# {line}\n" for line in header) + text)
+    text = yaml.dump(to_plain(recipe), Dumper=_Dumper, sort_keys=False, width=100)
+    path.write_text("".join(f"# {line}\n" for line in header) + text, encoding="utf-8")

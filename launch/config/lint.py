@@ -7,7 +7,7 @@ endless recursion; each rule here replaces one of them with a sentence.
 from pathlib import Path
 from typing import Any
 
-from components.core.problems import Problem, did_you_mean, shown
+from components.core.problems import Problem, did_you_mean, listing, shown
 from launch.config.groups import CONF, groups, recipe_file, recipe_names, reserved_names
 from launch.config.sources import YamlFile, display, read
 
@@ -161,14 +161,16 @@ def option_problems(group: str, option: Any, where: str) -> list[Problem]:
         where: place to report.
     """
     if group not in groups():
-        message = f"there is no group {group!r}; groups: {', '.join(groups())}"
-        return [Problem(group, message, did_you_mean(group, groups()), where)]
+        hint = did_you_mean(group, groups()) or listing("groups", groups())
+        return [Problem(group, f"there is no group {group!r}", hint, where)]
     options = groups()[group]
     if option in options:
         return []
-    hint = did_you_mean(str(option), options)
+    hint = listing("options", options)
     if isinstance(option, bool):
-        hint = "YAML reads on, off, yes and no as true and false"
-    return [Problem(group, f"{shown(option)} is not one of: {', '.join(options)}", hint, where)]
+        hint = f"YAML reads on, off, yes and no as true and false\n{hint}"
+    elif isinstance(option, str) and (guess := did_you_mean(option, options)):
+        hint = f"{guess}\n{hint}"
+    return [Problem(group, f"{shown(option)} is not an option of conf/{group}", hint, where)]
 
 

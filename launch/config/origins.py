@@ -10,28 +10,31 @@ from launch.config.sources import read
 
 def origins_of(
     recipe: Path, choices: dict[str, Any], assignments: list[Assignment]
-) -> dict[str, str]:
+) -> tuple[dict[str, str], list[str]]:
     """Dotted key -> "file:line" or "command line" of every key and section that something sets.
 
     Args:
         recipe: the recipe file.
         choices: group -> chosen option.
         assignments: overrides, in their order.
+
+    Returns:
+        The places, and the keys that were last set to ``???``.
     """
     origins: dict[str, str] = {}
-    leaves: set[str] = set()
+    leaves: dict[str, Any] = {}
 
     def record(key: str, value: Any, place: str) -> None:
         # A value in place of a section, or the reverse, leaves nothing of what it replaces.
         if isinstance(value, dict):
-            leaves.discard(key)
+            leaves.pop(key, None)
         else:
-            leaves.add(key)
+            leaves[key] = value
             for below in [known for known in origins if known.startswith(f"{key}.")]:
                 del origins[below]
         for section in _sections_around(key):
             if section in leaves:
-                leaves.discard(section)
+                del leaves[section]
                 origins[section] = place
         origins[key] = place
 
@@ -42,7 +45,7 @@ def origins_of(
         if not assignment.is_choice:
             for key, value in _flat(assignment.key, assignment.value):
                 record(key, value, COMMAND_LINE)
-    return origins
+    return origins, [key for key, value in leaves.items() if value == "???" and key in origins]
 
 
 def _sections_around(key: str) -> list[str]:

@@ -70,7 +70,9 @@ def _parse(text: str) -> Assignment | list[Problem]:
         quoted = QuotedString(value, Quote.single).with_quotes()
         return Assignment(key, value, False, f"++{key}={quoted}")
     if parsed.is_sweep_override():
-        hint = f"start one run for each; for a list write '{key}=[...]', for text '{key}=\"...\"'"
+        hint = "start one run for each"
+        if key not in groups():
+            hint += f"; for a list write '{key}=[...]', for text '{key}=\"...\"'"
         return [Problem(key, f"{value!r} is several values; a run takes one", hint, COMMAND_LINE)]
     plain = parsed.value()
     if key not in groups() or isinstance(plain, dict):
@@ -86,7 +88,8 @@ def _key_problem(text: str, key: str, equals: str) -> Problem | None:
         return Problem(key.lstrip("~"), "an override cannot delete a key", hint, COMMAND_LINE)
     if not equals:
         what = "is a flag, not an override" if text.startswith("-") else "has no '='"
-        return Problem("", f"{text!r} {what}", _EXAMPLE, COMMAND_LINE)
+        hint = f"did you mean {text.replace(':', '=', 1)}?" if ":" in text else _EXAMPLE
+        return Problem("", f"{text!r} {what}", hint, COMMAND_LINE)
     if not key.strip():
         return Problem("", f"{text!r} has no key before the '='", _EXAMPLE, COMMAND_LINE)
     if key.split(".")[0].split("/")[0] == "hydra":
@@ -96,7 +99,7 @@ def _key_problem(text: str, key: str, equals: str) -> Problem | None:
         return Problem(key, "an '@' has no meaning in a key", hint, COMMAND_LINE)
     if _KEY.fullmatch(key):
         return None
-    better = re.sub(r"\s|[/:]$", "", key.strip("/ .")).replace("/", ".")
+    better = re.sub(r"\s*[./:]+\s*", ".", key).strip(" .")
     hint = f"did you mean {better}?" if _KEY.fullmatch(better) else _EXAMPLE
     message = f"{key!r} is not a key; keys are words joined by single dots"
     return Problem("", message, hint, COMMAND_LINE)

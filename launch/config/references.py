@@ -10,17 +10,24 @@ from omegaconf.errors import (
     UnsupportedInterpolationType,
 )
 
-from components.core.problems import Problem, RecipeError, did_you_mean
+from components.core.problems import Problem, RecipeError, nearest
 from launch.config.origins import place_of
 
 
-def resolve(config: DictConfig, origins: dict[str, str]) -> dict[str, Any]:
+def resolve(config: DictConfig, origins: dict[str, str], unset: list[str]) -> dict[str, Any]:
     """Follow every ``${...}`` and return plain data.
+
+    Args:
+        config: composed.
+        origins: dotted key -> where it was set.
+        unset: keys whose last file says ``???``. OmegaConf keeps what an earlier file set.
 
     Raises:
         RecipeError: all keys that are ``???`` or refer to what cannot be found.
     """
     problems = list(_open_values(config, "", origins))
+    found = {problem.path for problem in problems}
+    problems += [_missing(key, origins) for key in unset if key not in found]
     if problems:
         raise RecipeError(problems)
     data = OmegaConf.to_container(config, resolve=True)
@@ -35,7 +42,7 @@ def _open_values(node: Any, prefix: str, origins: dict[str, str]) -> Iterator[Pr
         path = f"{prefix}[{key}]" if OmegaConf.is_list(node) else f"{prefix}.{key}".lstrip(".")
         where = place_of(origins, path)
         if OmegaConf.is_missing(node, key):
-            yield Problem(path, "has no value yet ('???'); set it", where=where)
+            yield _missing(path, origins)
             continue
         try:
             value = node[key]
@@ -47,12 +54,17 @@ def _open_values(node: Any, prefix: str, origins: dict[str, str]) -> Iterator[Pr
             yield from _open_values(value, path, origins)
 
 
+def _missing(path: str, origins: dict[str, str]) -> Problem:
+    return Problem(path, "has no value yet ('???'); set it", where=place_of(origins, path))
+
+
 def _reference_problem(error: OmegaConfBaseException, origins: dict[str, str]) -> tuple[str, str]:
     text = str(error).splitlines()[0]
     quoted = text.split("'")[1] if text.count("'") >= 2 else text
     if isinstance(error, InterpolationKeyError):
         message = f"refers to ${{{quoted}}}, which neither the recipe nor conf/ sets"
-        return message, did_you_mean(quoted, origins)
+        near = nearest(quoted, origins, cutoff=0.75)
+        return message, f"did you mean {' or '.join(near)}?" if near else ""
     if isinstance(error, UnsupportedInterpolationType):
         name = text.rpartition(" ")[2]
         message = f"${{{name}:...}} is no function; refer to a key as ${{section.key}}"

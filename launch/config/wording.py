@@ -90,8 +90,8 @@ def advice(tp: Any, value: Any, path: str) -> str:
         return f"write {int(value)}"
     if str in options and isinstance(value, int | float):
         return f"""quote it to make it text: "{value}" in a file, '"{value}"' in the shell"""
-    if any((get_origin(option) or option) in (list, tuple) for option in options):
-        return f"for a list of one, write [{shown(value)}]" if not isinstance(value, dict) else ""
+    if any(_is_open_list(option) for option in options) and not isinstance(value, list | dict):
+        return f"for a list of one, write [{shown(value)}]"
     return ""
 
 
@@ -101,7 +101,8 @@ def _section_advice(options: list[Any], value: Any, path: str) -> str:
         return "indent the section's keys below it, or leave it out"
     switches = any(f.name == "enabled" for cls in sections for f in dataclasses.fields(cls))
     if switches and str(value).lower() in _SWITCHES:
-        return f"did you mean {path}.enabled={str(value).lower()}?"
+        switch = "true" if str(value).lower() in ("on", "yes", "true") else "false"
+        return f"did you mean {path}.enabled={switch}?"
     return "its keys stand below it, indented, each as `key: value`"
 
 
@@ -116,9 +117,15 @@ def _text_advice(options: list[Any], words: list[str], text: str) -> str:
         return "write it without quotes"
     if int in options and re.fullmatch(r"[\d_.]+\s*[A-Za-z]+", text):
         return "this key takes no unit; write the number out"
-    if any((get_origin(option) or option) in (list, tuple) for option in options):
+    if any(_is_open_list(option) for option in options):
         return f"for a list of one, write [{text}]"
     return ""
+
+
+def _is_open_list(tp: Any) -> bool:
+    """Whether lists of any length are legal."""
+    origin, args = get_origin(tp) or tp, get_args(tp)
+    return origin is list or (origin is tuple and (not args or args[-1] is Ellipsis))
 
 
 def _is_number(text: str) -> bool:

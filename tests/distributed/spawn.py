@@ -1,4 +1,7 @@
-"""Run a function on several gloo ranks, one process each."""
+"""Run a function on several gloo ranks, one process each.
+
+A process trains once: torchtitan's typed meshes do not survive a second trainer on several ranks.
+"""
 
 import importlib
 import os
@@ -53,19 +56,12 @@ def _entry(
     from components.titan.device import use_cpu
 
     use_cpu()
-    from datetime import timedelta
-
     import torch
-    import torch.distributed as dist
 
     from tests.training import set_rank
 
     torch.set_num_threads(1)
     set_rank(rank, world_size, port)
-    # One group for all trainings of the process: torchtitan takes it as it finds it, but then
-    # leaves out this switch, without which collectives of a recomputed forward can deadlock.
-    torch.autograd.set_multithreading_enabled(False)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=LIMIT_SECONDS))
     try:
         getattr(importlib.import_module(module), name)(*args)
     except BaseException:
