@@ -177,12 +177,18 @@ class FileCorpus(CorpusSettings):
         return [*CorpusSettings.check(self), *pattern_problems(self.paths)]
 
     def _sources(self) -> list[tuple[str, Path]]:
-        return [(path.as_posix(), path) for path in list_files(self.paths)]
+        """Names are relative to the folder that holds all files, so a corpus may be moved whole."""
+        files = list_files(self.paths)
+        if not files:
+            return []
+        root = os.path.commonpath([path.resolve().parent for path in files])
+        return [(path.resolve().relative_to(root).as_posix(), path) for path in files]
 
 
 @dataclass(kw_only=True, slots=True)
 class TextCorpus(FileCorpus):
-    """Local UTF-8 text files (also .gz, .xz, .zst ...), one document per file, named by its path.
+    """Local UTF-8 text files (also .gz, .xz, .zst ...), one document per file, named by its path
+    below the folder that holds all of them.
 
     Line ends are read as newlines.
     """
@@ -191,14 +197,15 @@ class TextCorpus(FileCorpus):
 
     def documents(self) -> Iterator[Document]:
         """Yield the files by path; see the base class."""
-        files = list_files(self.paths)
-        for path, text in zip(files, read_whole(files, self.cache_dir), strict=True):
-            yield Document(path.as_posix(), text.encode("utf-8"))
+        sources = self._sources()
+        texts = read_whole([path for _, path in sources], self.cache_dir)
+        for (name, _), text in zip(sources, texts, strict=True):
+            yield Document(name, text.encode("utf-8"))
 
 
 @dataclass(kw_only=True, slots=True)
 class JsonlCorpus(FileCorpus):
-    """Local JSON Lines files, one document per line, named ``<path>:<line number>``."""
+    """Local JSON Lines files, one document per line, named ``<file>:<line number>``."""
 
     kind: ClassVar[str] = "jsonl"
 
@@ -207,10 +214,10 @@ class JsonlCorpus(FileCorpus):
 
     def documents(self) -> Iterator[Document]:
         """Yield the lines, file by file in path order; blank lines are no documents."""
-        for path in list_files(self.paths):
+        for name, path in self._sources():
             for number, line in enumerate(read_lines(path, self.cache_dir), start=1):
                 if line.strip():
-                    yield Document(f"{path.as_posix()}:{number}", self._text(path, number, line))
+                    yield Document(f"{name}:{number}", self._text(path, number, line))
 
     def check(self) -> list[str]:
         """See the base class; also refuses an empty field name."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torchtitan.tools.utils
 import torchtitan.trainer
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
@@ -86,7 +87,8 @@ def train(
     if "RANK" not in os.environ:
         set_rank(0, 1, free_port())
     loaded = load_recipe(RECIPES / f"{recipe}.yaml", overrides)
-    prepared = prepare(loaded.recipe, run_dir, "cpu", int(os.environ["WORLD_SIZE"]))
+    device = torchtitan.tools.utils.device_type
+    prepared = prepare(loaded.recipe, run_dir, device, int(os.environ["WORLD_SIZE"]))
     try:
         with prepared.build_and_close() as trainer:
             return (use or RecipeTrainer.train)(trainer)

@@ -37,9 +37,9 @@ class MoEModel(ModelSettings):
     SwiGLU experts, rotary embedding, and its own parallelisation. Routing drops no token. Experts
     compute in bfloat16 whatever the training precision.
 
-    There is no Hugging Face counterpart, hence no state-dict adapter: no published architecture
-    has these layers together with the per-expert routing bias, and an export without the bias
-    would route differently from the model that was trained.
+    There is no state-dict adapter for Hugging Face checkpoints: torchtitan's adapter for this
+    decoder silently drops the per-expert routing bias and shared experts, so an export would
+    compute something else than the model that was trained.
     """
 
     n_layers: int

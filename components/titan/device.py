@@ -186,8 +186,10 @@ def use_cpu() -> None:
 
 
 def _build_block_masks_eagerly() -> None:
-    """torchtitan compiles block-mask construction, which on a CPU costs more than it saves."""
+    """torchtitan and torch compile block-mask construction; on a CPU that costs a minute a shape."""
+    import torch.distributed.tensor.experimental._context_parallel._attention as context_parallel
     import torchtitan.models.common.attention as attention
     from torch.nn.attention.flex_attention import create_block_mask
 
     attention._compiled_create_block_mask = create_block_mask
+    context_parallel._compiled_create_block_mask = create_block_mask

@@ -9,7 +9,11 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_mask
+
+# cuDNN's masked kernel is left out: whether it runs depends on the cuDNN that happens to be installed.
+BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 MaskMod = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -54,7 +58,9 @@ def chunked_sdpa(
     for start in range(0, q.shape[2], query_chunk):
         stop = min(start + query_chunk, q.shape[2])
         mask = mask_of_queries(mask_mod, q.shape[0], start, stop, k.shape[2], q.device)
-        outputs.append(
-            F.scaled_dot_product_attention(q[:, :, start:stop], k, v, attn_mask=mask, scale=scale)
-        )
+        part = q[:, :, start:stop]
+        with sdpa_kernel(BACKENDS):
+            outputs.append(
+                F.scaled_dot_product_attention(part, k, v, attn_mask=mask, scale=scale)
+            )
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)

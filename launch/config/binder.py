@@ -8,7 +8,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Callable
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 from components.core.problems import Problem, shown
 from launch.config.schema import hints_of, init_fields, section_class
@@ -29,7 +29,6 @@ class _Bad:
 
 
 BAD = _Bad()
-T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,8 +92,8 @@ class Binder:
             return self._bind_mapping(tp, value, path)
         return self._bind_plain(tp, value, path)
 
-    def construct(self, cls: type[T], data: dict, path: str = "") -> T | _Bad:
-        """Build dataclass ``cls`` from a mapping.
+    def construct(self, cls: type, data: dict, path: str = "") -> Any:
+        """Build dataclass ``cls`` from a mapping; ``BAD`` and problems when it does not fit.
 
         A nested mapping takes the class of the field's default instance, or of its annotation.
         """
@@ -214,6 +213,9 @@ class Binder:
         """Word what a settings class says about its values; its keys are found in its words."""
         # torchtitan speaks of its own command line: --compile.enable.
         text = re.sub(r"--(?=[a-z_]+\.)", "", str(error)) or type(error).__name__
+        for value in values.values():
+            if isinstance(value, tuple):
+                text = text.replace(repr(value), shown(value))
         named = [name for name in values if re.search(rf"\b{re.escape(name)}\b", text)]
         about = tuple(_join(path, name) for name in named or values)
         if len(named) != 1:

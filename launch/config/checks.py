@@ -201,7 +201,7 @@ def _cuda_graphs(recipe: Recipe, world_size: int) -> Iterator[Problem]:
     if not recipe.training.disable_cuda_graphs:
         yield Problem(
             "training.disable_cuda_graphs",
-            "false is not possible: CUDA graphs cannot hold expert dispatch, which waits on the host",
+            "false is not possible: CUDA graphs cannot hold expert dispatch, it waits for the host",
             "set it to true",
         )
 

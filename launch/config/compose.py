@@ -67,10 +67,10 @@ def compose(recipe: Path, overrides: list[str]) -> Composed:
         RecipeError: bad file, bad override, unknown option, unresolved interpolation or ``???``.
     """
     recipe = recipe.resolve()
-    problems = recipe_problems(recipe)
+    assignments, unreadable = parse_overrides(overrides)
+    problems = recipe_problems(recipe) + unreadable
     if problems:
         raise RecipeError(problems)
-    assignments = parse_overrides(overrides)
     _refuse_choices_without_groups(recipe, assignments)
     config = _compose_with_hydra(recipe, assignments)
     choices = dict(config.hydra.runtime.choices)

@@ -74,19 +74,16 @@ def _merged(problems: list[Problem]) -> list[Problem]:
     for problem in problems:
         if isinstance(problem, UnknownKey):
             unknown.setdefault(problem.section, []).append(problem)
-    result = []
+    result: list[Problem] = []
     for problem in problems:
         many = unknown[problem.section] if isinstance(problem, UnknownKey) else []
         if len(many) <= _MANY:
             result.append(problem)
         elif problem is many[0]:
             names = ", ".join(each.name for each in many)
-            result.append(replace(problem, message=f"there are no such keys: {names}", name=""))
-    return [replace(p, path=p.section) if _is_merged(p) else p for p in result]
-
-
-def _is_merged(problem: Problem) -> bool:
-    return isinstance(problem, UnknownKey) and not problem.name
+            message = f"there are no such keys: {names}"
+            result.append(replace(many[0], path=many[0].section, message=message, name=""))
+    return result
 
 
 def _with_hint(problem: Problem, known: list[str]) -> Problem:

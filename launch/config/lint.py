@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from components.core.problems import Problem, did_you_mean, listing, shown
-from launch.config.groups import CONF, groups, recipe_file, recipe_names, reserved_names
+from launch.config.groups import groups, recipe_file, recipe_names, reserved_names
 from launch.config.sources import YamlFile, display, read
 
 SELF = "_self_"
@@ -30,8 +30,8 @@ def _problems(path: Path, folder: Path, below: tuple[Path, ...]) -> list[Problem
     file = read(path)
     problems = []
     if "hydra" in file.keys:
-        where = str(file.keys["hydra"][1])
-        problems.append(Problem("hydra", "Hydra's own settings are fixed by this project", "", where))
+        message = "Hydra's own settings are fixed by this project"
+        problems.append(Problem("hydra", message, where=str(file.keys["hydra"][1])))
     if file.package:
         message = f"`# @package {file.package}` would move every key of this recipe elsewhere"
         problems.append(Problem("", message, "remove the line", f"{display(path)}:1"))
@@ -62,7 +62,7 @@ class _Defaults:
             return [Problem("defaults", "`- _self_` is given twice", where=str(place))]
         if SELF not in entries:
             where = str(self.entries[-1][1]) if entries else display(self.path)
-            message = "the list must end with `- _self_`, which marks where this file's values apply"
+            message = "the list must end with `- _self_`, which stands for this file's own values"
             return [Problem("defaults", message, where=where)]
         if entries[-1] != SELF:
             place = self.entries[entries.index(SELF)][1]
@@ -77,7 +77,8 @@ class _Defaults:
             return self._parent(entry, where)
         if not isinstance(entry, dict) or len(entry) != 1:
             hint = "one of `- /base`, `- another_recipe`, `- override /model: NAME`, `- _self_`"
-            return [Problem("defaults", f"{shown(entry)} is not an entry of this list", hint, where)]
+            message = f"{shown(entry)} is not an entry of this list"
+            return [Problem("defaults", message, hint, where)]
         (key, option), *_ = entry.items()
         return self._choice(str(key), option, where)
 
@@ -114,8 +115,9 @@ class _Defaults:
         if parent is None:
             return [self._no_parent(entry, name, where)]
         if parent.resolve() in [path.resolve() for path in self.below]:
-            what = "this recipe itself" if len(self.below) == 1 else "a recipe that extends this one"
-            return [Problem("defaults", f"{entry!r} is {what}", where=where)]
+            itself = len(self.below) == 1
+            message = f"{entry!r} {'is this recipe itself' if itself else 'extends this one'}"
+            return [Problem("defaults", message, where=where)]
         problems = _problems(parent, self.folder, self.below)
         if not problems and starts_from_base(parent, self.folder):
             problems = self._second_start(entry, where)
@@ -136,7 +138,7 @@ class _Defaults:
         if option in groups().get(group, []):
             hint = f"write `- override /{group}: {option}`"
             return Problem("defaults", f"{entry!r} is a group's option, not a recipe", hint, where)
-        message = f"{entry!r} is neither /base nor the name of a recipe beside this one or in recipes/"
+        message = f"{entry!r} is neither /base nor a recipe, beside this one or in recipes/"
         known = ["/base", *recipe_names(), *(file.stem for file in self.folder.glob("*.yaml"))]
         return Problem("defaults", message, did_you_mean(name.split("/")[-1], known), where)
 
@@ -172,5 +174,3 @@ def option_problems(group: str, option: Any, where: str) -> list[Problem]:
     elif isinstance(option, str) and (guess := did_you_mean(option, options)):
         hint = f"{guess}\n{hint}"
     return [Problem(group, f"{shown(option)} is not an option of conf/{group}", hint, where)]
-
-

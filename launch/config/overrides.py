@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import QuotedString, Quote
+from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import HydraException
 
-from components.core.problems import Problem, RecipeError
+from components.core.problems import Problem
 from launch.config.groups import groups
 from launch.config.lint import option_problems
 
@@ -39,20 +39,18 @@ class Assignment:
     text: str
 
 
-def parse_overrides(overrides: list[str]) -> list[Assignment]:
+def parse_overrides(overrides: list[str]) -> tuple[list[Assignment], list[Problem]]:
     """Read the overrides of a command line.
 
     A plain key reaches Hydra as ``++key=value``: whether it exists is judged by the typed schema
     afterwards, which knows every key, rather than by what some file happens to mention.
 
-    Raises:
-        RecipeError: all problems of all overrides.
+    Returns:
+        The overrides that can be read, and what is wrong with the others.
     """
     parsed = [_parse(text) for text in overrides]
     problems = [problem for found in parsed if isinstance(found, list) for problem in found]
-    if problems:
-        raise RecipeError(problems)
-    return [found for found in parsed if isinstance(found, Assignment)]
+    return [found for found in parsed if isinstance(found, Assignment)], problems
 
 
 def _parse(text: str) -> Assignment | list[Problem]:

@@ -1,7 +1,7 @@
 """Values that refer to others (``${section.key}``) or are still missing (``???``)."""
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import (
@@ -31,8 +31,7 @@ def resolve(config: DictConfig, origins: dict[str, str], unset: list[str]) -> di
     if problems:
         raise RecipeError(problems)
     data = OmegaConf.to_container(config, resolve=True)
-    assert isinstance(data, dict)
-    return data
+    return cast(dict[str, Any], data)
 
 
 def _open_values(node: Any, prefix: str, origins: dict[str, str]) -> Iterator[Problem]:
@@ -74,5 +73,3 @@ def _reference_problem(error: OmegaConfBaseException, origins: dict[str, str]) -
     if "Recursive" in text:
         return "refers to itself", "follow its ${...} references to the one that closes the circle"
     return f"cannot be resolved: {text}", ""
-
-

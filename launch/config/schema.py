@@ -58,9 +58,7 @@ def hints_of(cls: type) -> dict[str, Any]:
 
 def init_fields(cls: type) -> dict[str, dataclasses.Field]:
     """Fields a user may set: constructor fields whose name is not private."""
-    return {
-        f.name: f for f in dataclasses.fields(cls) if f.init and not f.name.startswith("_")
-    }
+    return {f.name: f for f in dataclasses.fields(cls) if f.init and not f.name.startswith("_")}
 
 
 def default_of(field: dataclasses.Field) -> Any:
@@ -98,12 +96,14 @@ def _own_field_docs(cls: type) -> dict[str, str]:
     except (OSError, TypeError, SyntaxError):
         return {}
     body = tree.body[0].body if tree.body and isinstance(tree.body[0], ast.ClassDef) else []
-    docs = {}
+    docs: dict[str, str] = {}
     for field, text in zip(body, body[1:], strict=False):
-        named = isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
-        is_doc = isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
-        if named and is_doc and isinstance(text.value.value, str):
-            docs[field.target.id] = " ".join(text.value.value.split())
+        match field, text:
+            case (
+                ast.AnnAssign(target=ast.Name(id=name)),
+                ast.Expr(value=ast.Constant(value=str(doc))),
+            ):
+                docs[name] = " ".join(doc.split())
     return docs
 
 

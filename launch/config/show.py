@@ -42,7 +42,7 @@ def leaves(data: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
 
 
 def _origin(origins: dict[str, str], path: str) -> str:
-    """Who set this key; "" for a default. A section set whole by a reference counts for its keys."""
+    """Who set this key; "" for a default. A section set by a reference counts for its keys."""
     if path in origins:
         return origins[path]
     section = path.rpartition(".")[0]

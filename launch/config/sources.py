@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from components.core.problems import Problem, RecipeError
+from components.core.problems import Problem, RecipeError, shown
 
 _NULL, _INT, _FLOAT, _MERGE = (
     f"tag:yaml.org,2002:{name}" for name in ("null", "int", "float", "merge")
@@ -97,7 +97,8 @@ def _syntax_problem(path: Path, error: yaml.YAMLError) -> Problem:
     if "'\\t'" in reason:
         message, hint = "a tab in the indentation", "use spaces"
     elif "constructor for the tag" in reason:
-        message, hint = f"the tag {reason.split('tag ')[-1]} is not used here", "write the plain value"
+        message = f"the tag {reason.split('tag ')[-1]} is not used here"
+        hint = "write the plain value"
     else:
         # The place that YAML gives is where it noticed, which is often one line late.
         message = f"this is not YAML: {reason}"
@@ -125,7 +126,8 @@ class _Collector:
             if not isinstance(key_node, yaml.ScalarNode):
                 self.problems.append(Problem(prefix, "a key must be one word", "", str(place)))
                 continue
-            name = str(key_node.value)
+            key = yaml.SafeLoader("").construct_object(key_node)
+            name = key if isinstance(key, str) else shown(key)
             dotted = f"{prefix}.{name}" if prefix else name
             if name in seen:
                 message = f"this key is given twice; it was first set in line {seen[name]}"

@@ -61,7 +61,7 @@ def _judge(found: Any, target: str, path: str) -> type | Problem:
     # An imported name such as torchtitan.trainer.os would lead out of the packages again.
     ours = getattr(found, "__module__", "").partition(".")[0] in PACKAGES
     if not (isinstance(found, type) and dataclasses.is_dataclass(found) and ours):
-        return Problem(path, f"{target!r} is not a settings class (a dataclass)")
+        return Problem(path, f"{target!r} is not a settings class")
     if inspect.isabstract(found):
-        return Problem(path, f"{target!r} is the base of several settings classes; name one of them")
+        return Problem(path, f"{target!r} is the base of several classes; name one of them")
     return found

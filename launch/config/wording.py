@@ -70,7 +70,7 @@ def _describe_one(tp: Any) -> str:
         return f"a list of {len(args)}, each {' or '.join(items)}"
     if origin in (list, tuple) and args:
         return f"a list, each item {describe(args[0])}"
-    return _WORDS.get(origin, getattr(tp, "__qualname__", str(tp)))
+    return _WORDS.get(origin, "an object that only Python code can give")
 
 
 def advice(tp: Any, value: Any, path: str) -> str:

@@ -69,7 +69,6 @@ def _bench(options: argparse.Namespace, command: str) -> int:
     probe = make_probe(device)
     print(f"measuring the ceilings of the {device}", file=sys.stderr, flush=True)
     machine = survey(probe)
-    probe.settle()
     settings = Options(warmup=options.warmup, repeats=options.repeats, seed=options.seed)
     measured = run_case(case, size_name, probe, machine, settings)
     paths = report.write(measured, options.out, command, datetime.now(UTC))

@@ -3,8 +3,9 @@
 Order of a run:
 
 1. every variant computes the gate's inputs and is compared with the reference;
-2. one call per variant, alone, with memory statistics reset (not timed);
-3. all variants warm up, then take turns (a b c, a b c, ...) so that drift hits them alike.
+2. each variant is called alone with memory statistics reset (not timed);
+3. all variants warm up, then take turns (a b c, a b c, ...) so that drift hits them alike;
+4. the machine's ceilings are measured again, to tell whether it was disturbed.
 
 A variant that is missing, runs out of memory or raises stays in the report with the reason.
 """
@@ -23,7 +24,7 @@ from typing import Any, Literal, TypeVar
 import torch
 
 from tests.benchmarks.case import Case, Outputs, Runnable, Size, Variant
-from tests.benchmarks.machine import Floor, Machine
+from tests.benchmarks.machine import Ceilings, Floor, Machine, measure_ceilings
 from tests.benchmarks.probes import Memory, Probe
 
 Status = Literal["ok", "not installed", "not supported", "out of memory", "failed", "wrong"]
@@ -81,7 +82,11 @@ class Result:
 
 @dataclass(kw_only=True, slots=True)
 class Report:
-    """Everything one run measured, in the case's order of variants."""
+    """Everything one run measured, in the case's order of variants.
+
+    ``machine.ceilings`` were measured before the variants ran, ``ceilings_after`` after them: a
+    machine that was busy or throttled meanwhile shows in the difference.
+    """
 
     case: Case
     size_name: str
@@ -91,6 +96,7 @@ class Report:
     floor: Floor
     results: list[Result]
     probe: Probe
+    ceilings_after: Ceilings
 
     @property
     def best_peer(self) -> Result | None:
@@ -144,6 +150,7 @@ def run_case(
         floor=floor,
         results=results,
         probe=probe,
+        ceilings_after=measure_ceilings(probe),
     )
 
 

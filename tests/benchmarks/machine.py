@@ -107,8 +107,22 @@ def survey(probe: Probe) -> Machine:
         device=probe.device,
         name=torch.cuda.get_device_name() if cuda else f"{_cpu_name()} ({os.cpu_count()} CPUs)",
         facts=_facts(probe.device),
-        ceilings=_cuda_ceilings(probe) if cuda else _cpu_ceilings(probe),
+        ceilings=measure_ceilings(probe),
     )
+
+
+def measure_ceilings(probe: Probe) -> Ceilings:
+    """Measure the machine's best rates now (a few seconds, a few GiB on a GPU)."""
+    ceilings = _cuda_ceilings(probe) if probe.device == "cuda" else _cpu_ceilings(probe)
+    probe.settle()
+    return ceilings
+
+
+def drift(before: Ceilings, after: Ceilings) -> float:
+    """Largest relative change of a matrix-product or memory rate: 0.1 is ten per cent."""
+    pairs = [(before.memory_gbps, after.memory_gbps)]
+    pairs += [(rate, after.matmul_tflops[dtype]) for dtype, rate in before.matmul_tflops.items()]
+    return max(abs(new / old - 1) for old, new in pairs)
 
 
 def _best_seconds(probe: Probe, call: Callable[[], Any]) -> float:

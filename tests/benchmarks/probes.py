@@ -16,6 +16,8 @@ Device = Literal["cpu", "cuda"]
 _FLUSH_BYTES = 256 * 2**20
 """More than any last-level cache in use, so that each repeat starts with its inputs in memory."""
 
+_RSS_CALLS = 5
+
 
 @dataclass(kw_only=True, slots=True)
 class Memory:
@@ -101,7 +103,10 @@ class CpuProbe:
     device: Device = "cpu"
     clock_label = "time.perf_counter around each call"
     peak_column = "peak RSS delta"
-    peak_label = "growth of the resident set: VmHWM after a clear_refs reset, less VmRSS before"
+    peak_label = (
+        "growth of the resident set (VmHWM after a clear_refs reset, less VmRSS before), "
+        f"median of {_RSS_CALLS} calls; includes freed blocks that malloc keeps"
+    )
 
     def __init__(self) -> None:
         self._flush_buffer: torch.Tensor | None = None
@@ -126,19 +131,27 @@ class CpuProbe:
             ctypes.CDLL("libc.so.6").malloc_trim(0)
 
     def memory(self, call: Callable[[], Any]) -> Memory:
-        """Resident-set growth during one call, true to a few hundred KiB.
+        """Resident-set growth during one call, the median of several.
+
+        Each reading is true to a few hundred KiB, but how many freed blocks malloc keeps for
+        reuse during the call differs from one call to the next.
 
         Raises:
             OSError: the kernel does not let this process reset its peak (not Linux, or a
                 container that hides /proc/self/clear_refs).
         """
+        readings = sorted(self._read_once(call) for _ in range(_RSS_CALLS))
+        growth, resident = readings[_RSS_CALLS // 2]
+        return Memory(peak=growth, reserved=None, resident=resident)
+
+    def _read_once(self, call: Callable[[], Any]) -> tuple[int, int]:
         self.settle()
         Path("/proc/self/clear_refs").write_text("5")
         resident = _status_bytes("VmRSS")
         result = call()
         peak = _status_bytes("VmHWM")
         del result
-        return Memory(peak=max(peak - resident, 0), reserved=None, resident=resident)
+        return max(peak - resident, 0), resident
 
 
 def _status_bytes(key: str) -> int:

@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from tests.benchmarks.harness import Report, Result
+from tests.benchmarks.machine import Ceilings, drift
 
 SCHEMA_VERSION = 1
 _GIB = 2**30
 _AGREEMENT = 0.9
+_QUIET = 0.1
 _LEGEND = (
     "x floor and x best peer are ratios of medians (below 1 is faster); spread is (max - min) / "
     f"median; ~ fewer than {_AGREEMENT:.0%} of the rounds agree on which of the two is faster"
@@ -37,6 +39,8 @@ def to_json(report: Report, command: str, date: datetime) -> dict[str, Any]:
             "name": report.machine.name,
             "facts": dict(report.machine.facts),
             "ceilings": asdict(report.machine.ceilings),
+            "ceilings_after": asdict(report.ceilings_after),
+            "drift": drift(report.machine.ceilings, report.ceilings_after),
         },
         "method": {
             **asdict(report.options),
@@ -109,7 +113,18 @@ def to_text(report: Report) -> str:
     for row in rows:
         cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
         lines.append("  ".join(cells).rstrip())
-    return "\n".join([*lines, "", _LEGEND])
+    return "\n".join([*lines, "", _LEGEND, *disturbance(report)])
+
+
+def disturbance(report: Report) -> list[str]:
+    """One line of warning if the machine's ceilings moved during the run, else nothing."""
+    moved = drift(report.machine.ceilings, report.ceilings_after)
+    if moved <= _QUIET:
+        return []
+    return [
+        f"WARNING: the machine was not quiet, its ceilings moved by {moved:.0%} during the run; "
+        "do not quote these times"
+    ]
 
 
 def to_markdown(report: Report, command: str, date: datetime) -> str:
@@ -125,14 +140,15 @@ def to_markdown(report: Report, command: str, date: datetime) -> str:
         f"- Date: {record['date']}",
         f"- Size: {report.size}",
         f"- Machine: {facts}",
-        f"- Ceilings, same run: {_ceilings_text(report)}",
+        f"- Ceilings before: {_ceilings_text(report.machine.ceilings)}",
+        f"- Ceilings after: {_ceilings_text(report.ceilings_after)}",
         f"- Floor: **{report.floor.ms:.4g} ms** = {report.floor.arithmetic}",
         f"- Method: {report.options.warmup} warm-up and {report.options.repeats} timed rounds, "
         f"variants in turns; {report.probe.clock_label}; seed {report.options.seed}",
-        f"- {report.probe.peak_column}: {report.probe.peak_label}; one untimed call, each variant "
-        "alone",
+        f"- {report.probe.peak_column}: {report.probe.peak_label}; untimed, each variant alone",
         f"- Gate: relative error against the reference, allowed {_tolerance_text(report)}",
         "",
+        *(f"**{line}**\n" for line in disturbance(report)),
         _markdown_table(_rows(report)),
         "",
         f"{_LEGEND}.",
@@ -212,8 +228,7 @@ def _first_call(result: Result) -> str:
     return "-" if result.first_call_ms is None else f"{result.first_call_ms:.4g}"
 
 
-def _ceilings_text(report: Report) -> str:
-    ceilings = report.machine.ceilings
+def _ceilings_text(ceilings: Ceilings) -> str:
     parts = [f"{dtype} matmul {v:.4g} TFLOP/s" for dtype, v in ceilings.matmul_tflops.items()]
     parts.append(f"memory copy {ceilings.memory_gbps:.4g} GB/s (read + written)")
     links = (

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.benchmarks import __main__ as cli
-from tests.benchmarks import cases, report
+from tests.benchmarks import cases, harness, probes, report
 from tests.benchmarks.case import Case, Device, Outputs, Runnable, Size, Stage, Variant
 from tests.benchmarks.cases import chunked_loss
 from tests.benchmarks.harness import (
@@ -74,6 +74,12 @@ def run(*variants: Variant, warmup: int = 1, repeats: int = 3) -> Report:
     return run_case(fake_case(*variants), "small", QuickProbe(), machine(), options)
 
 
+@pytest.fixture(autouse=True)
+def steady_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The measurement after a run takes a second; these tests use the made-up machine's."""
+    monkeypatch.setattr(harness, "measure_ceilings", lambda probe: machine().ceilings)
+
+
 class QuickProbe(CpuProbe):
     """The CPU probe without its housekeeping, which costs far more than the fake variants."""
 
@@ -83,12 +89,16 @@ class QuickProbe(CpuProbe):
     def settle(self) -> None:
         return None
 
+    def memory(self, call: Callable[[], object]) -> Memory:
+        call()
+        return Memory(peak=3 * 2**20, reserved=None, resident=2**30)
+
 
 def finished(name: str, role: str, times_ms: list[float]) -> Result:
     return Result(variant=variant(name, role), times_ms=times_ms)
 
 
-def report_of(*results: Result) -> Report:
+def report_of(*results: Result, ceilings_after: Ceilings | None = None) -> Report:
     case = fake_case(*(result.variant for result in results))
     return Report(
         case=case,
@@ -99,6 +109,7 @@ def report_of(*results: Result) -> Report:
         floor=case.floor(case.sizes["small"], machine()),
         results=list(results),
         probe=QuickProbe(),
+        ceilings_after=ceilings_after or machine().ceilings,
     )
 
 
@@ -281,7 +292,8 @@ def test_unreadable_memory_is_said_and_does_not_stop_the_timing() -> None:
 # Memory
 
 
-def test_cpu_peak_sees_what_a_call_allocates_and_frees() -> None:
+def test_cpu_peak_sees_what_a_call_allocates_and_frees(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probes, "_RSS_CALLS", 1)
     nbytes = 64 * 2**20
     probe = CpuProbe()
 
@@ -293,6 +305,16 @@ def test_cpu_peak_sees_what_a_call_allocates_and_frees() -> None:
     assert abs(first.peak - nbytes) < slack
     assert second.peak < slack
     assert first.reserved is None and first.resident > 0
+
+
+def test_cpu_peak_is_the_median_reading_with_the_resident_set_it_was_read_from() -> None:
+    class Noisy(CpuProbe):
+        readings = iter([(9, 100), (1, 200), (5, 300), (7, 400), (3, 500)])
+
+        def _read_once(self, call: Callable[[], object]) -> tuple[int, int]:
+            return next(self.readings)
+
+    assert Noisy().memory(lambda: None) == Memory(peak=5, reserved=None, resident=300)
 
 
 # Arithmetic
@@ -372,7 +394,7 @@ def test_json_record_has_every_field_and_survives_a_round_trip(tmp_path: Path) -
     a, _, c = record["variants"]
     assert a["status"] == "ok" and len(a["times_ms"]) == 3 and a["errors"]["y"] <= 1e-6
     assert a["min_ms"] <= a["median_ms"] <= a["max_ms"] and a["first_call_ms"] > 0
-    assert isinstance(a["peak_bytes"], int) and a["reserved_bytes"] is None
+    assert (a["peak_bytes"], a["reserved_bytes"], a["resident_bytes"]) == (3 * 2**20, None, 2**30)
     assert c["status"] == "not installed" and c["times_ms"] == [] and c["ratio_to_floor"] is None
     assert a.keys() == c.keys()
 
@@ -399,6 +421,37 @@ def test_markdown_shows_command_floor_every_variant_and_all_repeats() -> None:
     assert "peak RSS delta" in text
     table = [line for line in text.splitlines() if line.startswith("|")]
     assert len({line.count("|") for line in table}) == 1
+
+
+@pytest.mark.parametrize(
+    ("tflops", "gbps", "moved"), [(2.0, 10.5, None), (1.0, 10.0, "50%"), (2.0, 12.0, "20%")]
+)
+def test_a_disturbed_machine_is_said_so(tflops: float, gbps: float, moved: str | None) -> None:
+    after = Ceilings(matmul_tflops={"float32": tflops}, memory_gbps=gbps)
+    measured = report_of(finished("a", "ours", [3.0]), ceilings_after=after)
+    texts = report.to_text(measured), report.to_markdown(measured, "c", DATE)
+    for text in texts:
+        assert ("WARNING" in text) == (moved is not None)
+        assert moved is None or f"ceilings moved by {moved} during the run" in text
+    assert f"Ceilings after: float32 matmul {tflops:g} TFLOP/s" in texts[1]
+
+
+def test_ceilings_are_measured_again_after_the_last_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+    after = Ceilings(matmul_tflops={"float32": 1.0}, memory_gbps=10.0)
+
+    def call(x: torch.Tensor) -> Outputs:
+        order.append("call")
+        return double(x)
+
+    def measure(probe: object) -> Ceilings:
+        order.append("ceilings")
+        return after
+
+    monkeypatch.setattr(harness, "measure_ceilings", measure)
+    measured = run(variant("a", call=call))
+    assert order[-1] == "ceilings" and order.count("ceilings") == 1
+    assert report.to_json(measured, "c", DATE)["machine"]["drift"] == pytest.approx(0.5)
 
 
 def test_printed_table_lines_up() -> None:

@@ -90,10 +90,10 @@ def test_text_files_are_documents_named_by_path(tmp_path: Path) -> None:
     (tmp_path / "folder.txt").mkdir()
     corpus.paths += [f"{tmp_path}/**/*.gz", f"{tmp_path}/a.*"]
     assert list(corpus.documents()) == [
-        Document(f"{tmp_path}/a.txt", "caf\u00e9".encode()),
-        Document(f"{tmp_path}/b.txt", b"second\nline"),
-        Document(f"{tmp_path}/c.txt", b""),
-        Document(f"{tmp_path}/d.txt.gz", b"packed"),
+        Document("a.txt", "caf\u00e9".encode()),
+        Document("b.txt", b"second\nline"),
+        Document("c.txt", b""),
+        Document("d.txt.gz", b"packed"),
     ]
 
 
@@ -108,12 +108,23 @@ def test_a_text_file_that_is_not_utf8_is_named(tmp_path: Path) -> None:
 def test_json_lines_are_documents_named_by_line(tmp_path: Path) -> None:
     rows = ['{"text": "a\\nb", "id": 1}', "", '{"id": "x", "text": "2020-01-01"}\r', '{"text": ""}']
     corpus = jsonl(tmp_path, "\n".join(rows))
-    path = corpus.paths[0]
+    name = Path(corpus.paths[0]).name
     assert list(corpus.documents()) == [
-        Document(f"{path}:1", b"a\nb"),
-        Document(f"{path}:3", b"2020-01-01"),
-        Document(f"{path}:4", b""),
+        Document(f"{name}:1", b"a\nb"),
+        Document(f"{name}:3", b"2020-01-01"),
+        Document(f"{name}:4", b""),
     ]
+
+
+def test_a_corpus_moved_whole_keeps_its_names(tmp_path: Path) -> None:
+    for folder in ("here", "elsewhere/deep"):
+        for name in ("a/x.txt", "b/x.txt"):
+            (tmp_path / folder / name).parent.mkdir(parents=True)
+            (tmp_path / folder / name).write_text(name)
+    here = TextCorpus(paths=[f"{tmp_path}/here/**/*.txt"])
+    moved = TextCorpus(paths=[f"{tmp_path}/elsewhere/**/*.txt"])
+    assert list(here.documents()) == list(moved.documents())
+    assert [document.name for document in here.documents()] == ["a/x.txt", "b/x.txt"]
 
 
 def test_json_lines_files_with_odd_names_and_compression_are_read(tmp_path: Path) -> None:

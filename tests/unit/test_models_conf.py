@@ -70,6 +70,7 @@ def test_every_setting_is_documented(name: str) -> None:
         ("moe_667b", 667_101_209_600),
         ("moe_slice", 5_216_390_144),
         ("moe_debug", 164_672),
+        ("moe_tiny", 3_429_504),
     ],
 )
 def test_a_model_file_has_the_size_it_says(name: str, total: int) -> None:

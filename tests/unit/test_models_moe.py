@@ -15,6 +15,7 @@ from torchtitan.models.common.token_dispatcher import (
     MinimalAsyncEPTokenDispatcher,
 )
 from torchtitan.models.qwen3.model import Qwen3Model
+from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
 
 from components.models.moe import MoEModel
 from components.titan.attention import SdpaAttention
@@ -176,6 +177,16 @@ def test_without_balancing_there_is_no_bias_and_no_hook() -> None:
     balance = model.build_spec("flex").post_optimizer_build_fn
     balance(SimpleNamespace(register_step_pre_hook=hooks.append), [built], None)
     assert hooks == []
+
+
+def test_there_is_no_hugging_face_adapter_because_torchtitans_loses_parts() -> None:
+    spec = tiny_moe(n_shared_experts=1).build_spec("flex")
+    assert spec.state_dict_adapter is None
+    state = build(tiny_moe(n_shared_experts=1)).state_dict()
+    exported = Qwen3StateDictAdapter(spec.model, None).to_hf(state)
+    assert any("expert_bias_E" in key for key in state)
+    assert any("shared_experts" in key for key in state)
+    assert not any("bias" in key or "shared" in key for key in exported)
 
 
 REFUSALS: dict[str, tuple[dict[str, Any], str]] = {

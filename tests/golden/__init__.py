@@ -1,0 +1,1 @@
+"""Losses of shipped recipes, step by step, on text that never changes."""
