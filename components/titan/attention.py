@@ -4,6 +4,7 @@ The replacements subclass FlexAttention's config because the trainer decides by 
 build a mask, and keep its argument names because the sharding rules are keyed by them.
 """
 
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -13,6 +14,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 from torchtitan.config import override
 from torchtitan.config.override import derive
 from torchtitan.models.common.attention import FlexAttention
+from torchtitan.tools.utils import get_cuda_flash_attention_impl
 
 from kernels.attention.naive import masked_attention
 from kernels.attention.sdpa import chunked_sdpa, mask_of_queries
@@ -33,7 +35,18 @@ def resolve_attention(wanted: str, device: str) -> AttentionBackend:
         raise ValueError(
             f"model.attention: {wanted!r} has no backward pass on a CPU; use 'sdpa' or 'auto'"
         )
+    if wanted == "varlen" and get_cuda_flash_attention_impl() == "FA3":
+        _require_flash_attention_3()
     return wanted  # type: ignore[return-value]
+
+
+def _require_flash_attention_3() -> None:
+    """torchtitan runs varlen attention on Hopper through FlashAttention 3, a separate package."""
+    if importlib.util.find_spec("flash_attn_interface") is None:
+        raise ValueError(
+            "model.attention: 'varlen' needs FlashAttention 3 on this GPU (module "
+            "flash_attn_interface, which is not installed); use 'flex' or 'auto'"
+        )
 
 
 class SdpaAttention(FlexAttention):

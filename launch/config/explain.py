@@ -112,10 +112,11 @@ def _unknown_key_hint(problem: UnknownKey, known: list[str]) -> str:
     if "." in problem.name:
         section, _, key = problem.name.rpartition(".")
         return f"in a file, sections are nested: write `{key}:` indented below `{section}:`"
-    guesses = suggestions(problem.name, problem.section, problem.siblings, known)
+    siblings = problem.siblings if problem.section else ("defaults", *problem.siblings)
+    guesses = suggestions(problem.name, problem.section, siblings, known)
     if guesses:
         return f"did you mean {' or '.join(guesses)}?"
-    return listing(f"{problem.section or 'a recipe'} takes", problem.siblings)
+    return listing(f"{problem.section or 'a recipe'} takes", siblings)
 
 
 def suggestions(name: str, section: str, siblings: tuple[str, ...], known: list[str]) -> list[str]:

@@ -34,7 +34,7 @@ def _problems(path: Path, folder: Path, below: tuple[Path, ...]) -> list[Problem
         problems.append(Problem("hydra", message, where=str(file.keys["hydra"][1])))
     if file.package:
         message = f"`# @package {file.package}` would move every key of this recipe elsewhere"
-        problems.append(Problem("", message, "remove the line", f"{display(path)}:1"))
+        problems.append(Problem("", message, "remove the line", display(path)))
     if file.defaults is None:
         return problems
     return problems + _Defaults(file, folder, below).problems()
@@ -47,6 +47,7 @@ class _Defaults:
         self.path, self.folder, self.below = file.path, folder, (*below, file.path)
         self.entries = file.defaults or []
         self.starts_from_base = ""
+        self.parent_is_wrong = False
         self.chosen: set[str] = set()
 
     def problems(self) -> list[Problem]:
@@ -74,7 +75,9 @@ class _Defaults:
         if entry == SELF:
             return []
         if isinstance(entry, str):
-            return self._parent(entry, where)
+            problems = self._parent(entry, where)
+            self.parent_is_wrong |= bool(problems)
+            return problems
         if not isinstance(entry, dict) or len(entry) != 1:
             hint = "one of `- /base`, `- another_recipe`, `- override /model: NAME`, `- _self_`"
             message = f"{shown(entry)} is not an entry of this list"
@@ -87,15 +90,17 @@ class _Defaults:
         group = words[-1].lstrip("/")
         if words != ["override", f"/{group}"] or "@" in group:
             group = group.split("@")[0]
-            hint = f"write `- override /{group}: {option}`"
+            hint = did_you_mean(group, groups()) or listing("groups", groups())
+            if group in groups():
+                hint = f"write `- override /{group}: {option}`"
             message = f"{key!r} does not choose a group's option by its absolute name"
-            return [Problem("defaults", message, hint if group in groups() else "", where)]
+            return [Problem("defaults", message, hint, where)]
         if group in self.chosen:
             message = "this group's option is chosen twice in this list"
             return [Problem(group, message, "keep one of them", where)]
         self.chosen.add(group)
         problems = option_problems(group, option, where)
-        if not problems and not self.starts_from_base:
+        if not problems and not self.starts_from_base and not self.parent_is_wrong:
             message = f"nothing before this line has an option of {group!r} to replace"
             problems = [Problem("defaults", message, "put `- /base` first", where)]
         return problems
@@ -139,7 +144,8 @@ class _Defaults:
             hint = f"write `- override /{group}: {option}`"
             return Problem("defaults", f"{entry!r} is a group's option, not a recipe", hint, where)
         message = f"{entry!r} is neither /base nor a recipe, beside this one or in recipes/"
-        known = ["/base", *recipe_names(), *(file.stem for file in self.folder.glob("*.yaml"))]
+        beside = [file.stem for file in self.folder.glob("*.yaml")]
+        known = ["/base", SELF, *recipe_names(), *beside]
         return Problem("defaults", message, did_you_mean(name.split("/")[-1], known), where)
 
 

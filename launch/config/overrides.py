@@ -62,6 +62,8 @@ def _parse(text: str) -> Assignment | list[Problem]:
     try:
         parsed = OverridesParser.create().parse_override(f"{key}={value}")
     except HydraException:
+        if key in groups():
+            return option_problems(key, value, COMMAND_LINE)
         if _looks_structured(value):
             return [_unreadable(key, value)]
         # A word outside the grammar (~/x, a=b, größe) is text; the schema judges it like any other.

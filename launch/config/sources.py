@@ -1,6 +1,7 @@
 """Where a key was written: YAML files read with line numbers."""
 
 import re
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -13,9 +14,23 @@ from components.core.problems import Problem, RecipeError, shown
 _NULL, _INT, _FLOAT, _MERGE = (
     f"tag:yaml.org,2002:{name}" for name in ("null", "int", "float", "merge")
 )
-_PACKAGE = re.compile(r"\s*#\s*@package\s+(\S+)")
+# Hydra looks for it in all comment lines above the first key.
+_PACKAGE = re.compile(r"(?:[ \t]*(?:#.*)?\n)*?[ \t]*#\s*@package\s+(\S+)")
 # 010 is eight and 1:30 is ninety.
 _SURPRISING = re.compile(r"[-+]?(0[0-9_]+$|[0-9_]+:)")
+
+# What PyYAML says (a part of it), and the same for people.
+_YAML_WORDS = (
+    ("'\\t'", "a tab in the indentation; use spaces"),
+    ("<block", "the indentation does not fit the lines above"),
+    ("mapping values are not", "a colon too many, or a line that is indented too far"),
+    ("find expected ':'", "a key needs a colon and a space behind it"),
+    ("sequence entries are not", "no list item can stand here"),
+    ("<stream end>", "a bracket is never closed"),
+    ("end of stream", "a quote is never closed"),
+    ("another document", "a second document begins here; a recipe is one"),
+    ("recursive", "an alias inside what it stands for"),
+)
 
 
 @dataclass(frozen=True)
@@ -62,7 +77,7 @@ def read(path: Path) -> YamlFile:
         RecipeError: unreadable, not YAML, not a mapping, or a key given twice; with file and line.
     """
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise RecipeError([Problem("", f"{display(path)} is not UTF-8 text")]) from error
     except OSError as error:
@@ -94,16 +109,13 @@ def _syntax_problem(path: Path, error: yaml.YAMLError) -> Problem:
     mark = getattr(error, "problem_mark", None)
     where = f"{display(path)}:{mark.line + 1}" if mark else display(path)
     reason = getattr(error, "problem", None) or str(error)
-    if "'\\t'" in reason:
-        message, hint = "a tab in the indentation", "use spaces"
-    elif "constructor for the tag" in reason:
+    if "constructor for the tag" in reason:
         message = f"the tag {reason.split('tag ')[-1]} is not used here"
-        hint = "write the plain value"
-    else:
-        # The place that YAML gives is where it noticed, which is often one line late.
-        message = f"this is not YAML: {reason}"
-        hint = "look at this line and the one above: indentation, brackets, colons, quotes"
-    return Problem("", message, hint, where)
+        return Problem("", message, "write the plain value", where)
+    plain = next((words for part, words in _YAML_WORDS if part in reason), reason)
+    # The place that YAML gives is where it noticed, which is often one line late.
+    hint = "look at this line and the one above: indentation, brackets, colons, quotes"
+    return Problem("", f"this is not YAML: {plain}", hint, where)
 
 
 class _Collector:
@@ -138,7 +150,8 @@ class _Collector:
                 self._record(value_node, dotted, place)
 
     def _record(self, node: yaml.Node, dotted: str, place: Place) -> None:
-        value = yaml.SafeLoader("").construct_object(node, deep=True)
+        # A copy: constructing a mapping replaces its `<<` by the merged keys, in the tree itself.
+        value = yaml.SafeLoader("").construct_object(deepcopy(node), deep=True)
         self.keys[dotted] = (value, place)
         if isinstance(node, yaml.MappingNode):
             self.collect(node, dotted)

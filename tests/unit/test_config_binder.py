@@ -258,6 +258,7 @@ HERE = "tests.unit.test_config_binder"
         ("components.core.problems.dataclass", "is not a settings class"),
         ("components.core.recipe.Path.home", "components.core.recipe has no 'Path'"),
         ("torchtitan.trainer.os.system", "is not a settings class"),
+        ("components.titan.checkpoint.TensorStorageMetadata", "is not a settings class"),
         ("torchtitan.trainer.torch.nn.Linear", "is not a settings class"),
         ("components.core.recipe.Hardwear", "components.core.recipe has no 'Hardwear'"),
         ("components.core.nope.X", "components.core has no 'nope'"),

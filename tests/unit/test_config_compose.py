@@ -223,12 +223,21 @@ def test_a_section_in_place_of_a_value_is_found(tmp_path: Path) -> None:
     assert composed(tmp_path, "training.steps.a=1").origins["training.steps"] == "command line"
 
 
-def test_keys_of_an_anchor_point_to_the_anchor(tmp_path: Path) -> None:
-    text = f"{DEFAULTS}comm: &c\n  trace_buf_size: 9\nprofiler:\n  <<: *c\n  profile_freq: 5\n"
-    result = composed(tmp_path, text=text)
-    assert result.data["profiler"] == {"trace_buf_size": 9, "profile_freq": 5}
+ANCHOR = """\
+comm: &c
+  trace_buf_size: 9
+  mode: default
+profiler:
+  mode: own
+  <<: *c
+"""
+
+
+def test_keys_of_an_anchor_point_to_the_anchor_and_own_keys_win(tmp_path: Path) -> None:
+    result = composed(tmp_path, text=DEFAULTS + ANCHOR)
+    assert result.data["profiler"] == {"trace_buf_size": 9, "mode": "own"}
     assert result.origins["profiler.trace_buf_size"].endswith("mine.yaml:5")
-    assert result.origins["profiler.profile_freq"].endswith("mine.yaml:8")
+    assert result.origins["profiler.mode"].endswith("mine.yaml:8")
 
 
 def test_the_place_of_a_key_is_its_own_or_the_nearest() -> None:

@@ -3,7 +3,9 @@
 The corpus is in ``mistakes/*.txt``; ``config_support.corpus`` says how to read it.
 """
 
+import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,8 @@ import torch
 
 from components.core.problems import RecipeError
 from launch.cli import main
+from launch.config import compose, explain, groups, origins
+from launch.config.groups import CONF
 from launch.ready import Ready
 from tests.unit.config_support import (
     CORPUS,
@@ -57,12 +61,14 @@ WHOLE_FILES = {
     "nothing": ("", ("model: must be set", "data: must be set", "- /base")),
     "only comments": ("# later\n", ("model: must be set", "start the recipe with")),
     "an empty document": ("---\n", ("model: must be set", "- /base")),
-    "two documents": ("---\na: 1\n---\nb: 2\n", ("another document", "(mine.yaml:3)")),
+    "two documents": ("---\na: 1\n---\nb: 2\n", ("a second document", "(mine.yaml:3)")),
     "no text": (b"\xff\xfe\x00", ("mine.yaml is not UTF-8 text",)),
-    "a package": (f"# @package foo\n{DEFAULTS}", ("# @package foo", "(mine.yaml:1)")),
+    "a package": (f"# @package foo\n{DEFAULTS}", ("# @package foo", "(mine.yaml)")),
+    "a later package": (f"# What\n\n#@package foo\n{DEFAULTS}", ("# @package foo", "remove")),
     "no list": ("defaults: /base\n", ("defaults: must be a list", "(mine.yaml:1)", "- _self_")),
     "an open list": ("defaults:\n", ("defaults: must be a list", "- /base")),
     "an empty list": ("defaults: []\n", ("defaults: the list must end with `- _self_`",)),
+    "a misspelt list": ("defults:\n- /base\n- _self_\n", ("did you mean defaults?",)),
     "no base": ("training: {steps: 3}\n", ("model: must be set", "start the recipe with")),
 }
 
@@ -106,6 +112,51 @@ def test_a_mistake_in_the_recipe_that_is_extended(tmp_path: Path) -> None:
     write_recipe(tmp_path, f"{DEFAULTS}training:\n  stpes: 3\n", "parent.yaml")
     answer = answer_to(write_recipe(tmp_path, "defaults:\n- parent\n- _self_\n"))
     assert_answers(answer, ("training.stpes: there is no such key (parent.yaml:5)",))
+
+
+@pytest.fixture
+def own_conf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A copy of conf/ that a test may break."""
+    copy = tmp_path / "conf"
+    shutil.copytree(CONF, copy)
+    for module in (compose, explain, groups, origins):
+        monkeypatch.setattr(module, "CONF", copy)
+    groups.groups.cache_clear()
+    yield copy
+    groups.groups.cache_clear()
+
+
+BROKEN_OPTIONS = {
+    "a key twice": ("lr: 1e-3\nlr: 2e-3\n", ("lr: this key is given twice", "mine.yaml:2")),
+    "no YAML": ("lr: [1\n", ("not YAML: a bracket is never closed", "mine.yaml:2")),
+    "an unknown key": ("rl: 1\n", ("optimizer.rl: there is no such key", "mine.yaml:1")),
+    "a wrong value": ("lr: fast\n", ("optimizer.lr: expected a number", "mine.yaml:1")),
+    "a list": ("- 1\n", ("this file holds something else", "mine.yaml:1")),
+    "a missing parent": ("defaults: [nope, _self_]\n", ("optimizer/nope",)),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN_OPTIONS)
+def test_an_option_of_the_users_own_that_is_wrong(
+    name: str, own_conf: Path, tmp_path: Path
+) -> None:
+    text, says = BROKEN_OPTIONS[name]
+    write_recipe(own_conf / "optimizer", text)
+    answer = answer_to(write_recipe(tmp_path, STEADY, "recipe.yaml"), ["optimizer=mine"])
+    assert_answers(answer, says)
+
+
+def test_an_option_of_the_users_own_is_found(own_conf: Path, tmp_path: Path) -> None:
+    write_recipe(own_conf / "optimizer", "defaults: [adamw, _self_]\nlr: 0.5\n")
+    recipe = write_recipe(tmp_path, STEADY, "recipe.yaml")
+    assert Ready(recipe, ["optimizer=mine"], None, anywhere=True).recipe.optimizer.lr == 0.5
+
+
+def test_values_that_are_refused_together_point_to_the_one_just_given(tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path, f"{DEFAULTS}checkpoint: {{interval: 20}}\n")
+    answer = answer_to(recipe, ["checkpoint.keep_latest_k=1"])
+    assert_answers(answer, ("checkpoint", "keep_latest_k", "(command line)"))
+    assert "mine.yaml" not in answer
 
 
 @pytest.mark.parametrize("override", ["", " "])
