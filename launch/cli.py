@@ -1,4 +1,4 @@
-"""The commands behind the Makefile: ``python -m launch VERB --recipe X [flags] -- key=value ...``."""
+"""The commands behind the Makefile: ``python -m launch VERB --recipe X -- key=value ...``."""
 
 import argparse
 import os

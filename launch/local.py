@@ -146,6 +146,6 @@ def _first_failure(error: ChildFailedError, run: RunDir) -> str:
         message = failure.message
         if isinstance(message, dict):
             message = message.get("message", str(message))
-        reason = str(message).strip().splitlines()
-        reason = "\n  ".join(reason[:20]) if reason else f"exit code {failure.exitcode}"
+        lines = str(message).strip().splitlines()[:20]
+        reason = "\n  ".join(lines) or f"exit code {failure.exitcode}"
     return f"rank {rank} failed: {reason}\n  full log: {log}"

@@ -53,4 +53,3 @@ def configure(file: Path, first_rank: bool) -> None:
 def _to_info(record: logging.LogRecord) -> bool:
     record.levelno, record.levelname = logging.INFO, "INFO"
     return True
-

@@ -44,4 +44,4 @@ def _device(composed: Composed, anywhere: bool) -> str:
     try:
         return use_device(wanted)
     except ValueError as error:
-        raise RecipeError([Problem("", f"hardware.{error}")]) from error
+        raise RecipeError([Problem("", str(error))]) from error

@@ -1,4 +1,4 @@
-"""Create a run directory and record in it what a run needs to be understood, replayed, continued."""
+"""Create a run directory and record what a run needs to be understood, replayed, continued."""
 
 import datetime
 import getpass
@@ -82,7 +82,7 @@ def _archive(run: RunDir) -> None:
 
 def environment(command: list[str]) -> dict[str, Any]:
     """Versions, host and git state of this process."""
-    versions = {}
+    versions: dict[str, str | None] = {}
     for package in PACKAGES:
         try:
             versions[package] = importlib.metadata.version(package)

@@ -1,11 +1,11 @@
 """What `make check` reports about a recipe that passed: sizes, mesh, tokens per step."""
 
 from torchtitan.distributed import ParallelDims
+from torchtitan.protocols.model_spec import ModelSpec
 
 from components.core.recipe import Recipe
 from components.core.registry import component_types, enabled_components
 from components.models.counts import count_parameters
-from components.titan.attention import resolve_attention
 
 _BYTES_PER_PARAMETER = {
     # fp32 parameters and gradients, two fp32 moments
@@ -15,29 +15,28 @@ _BYTES_PER_PARAMETER = {
 }
 
 
-def summarise(recipe: Recipe, ranks: int, device: str) -> str:
+def summarise(recipe: Recipe, ranks: int) -> str:
     """A few lines on what the run would be. Allocates nothing."""
     return "\n".join(
         f"{name:<12} {text}"
         for name, text in (
             ("recipe", recipe.description or "(no description)"),
-            ("model", _model(recipe, device)),
+            ("model", _model(recipe)),
             ("mesh", _mesh(recipe, ranks)),
             ("batch", _batch(recipe, ranks)),
-            ("state", _state(recipe, ranks, device)),
+            ("state", _state(recipe, ranks)),
             ("components", _components(recipe)),
             ("result", "no problem found"),
         )
     )
 
 
-def _spec(recipe: Recipe, device: str):  # type: ignore[no-untyped-def]
-    backend = resolve_attention(recipe.model.attention, device)
-    return recipe.model.build_spec("varlen" if backend == "varlen" else "flex")
+def _spec(recipe: Recipe) -> ModelSpec:
+    return recipe.model.build_spec("varlen" if recipe.model.attention == "varlen" else "flex")
 
 
-def _model(recipe: Recipe, device: str) -> str:
-    spec = _spec(recipe, device)
+def _model(recipe: Recipe) -> str:
+    spec = _spec(recipe)
     counts = count_parameters(spec)
     return (
         f"{spec.name} {spec.flavor}, {_large(counts.total)} parameters, "
@@ -67,9 +66,9 @@ def _batch(recipe: Recipe, ranks: int) -> str:
     return f"{text}, {training.steps:,} steps"
 
 
-def _state(recipe: Recipe, ranks: int, device: str) -> str:
+def _state(recipe: Recipe, ranks: int) -> str:
     """Parameters, gradients and moments; what activations need is not estimated here."""
-    total = count_parameters(_spec(recipe, device)).total
+    total = count_parameters(_spec(recipe)).total
     dims = ParallelDims.from_config(recipe.parallelism, ranks)
     shards = ranks // dims.dp_replicate
     per_rank = total * _BYTES_PER_PARAMETER[recipe.training.dtype] / shards / 2**30

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from components.titan.device import use_device
+from components.titan.device import DeviceKind, use_device
 from components.titan.story import narrate
 from launch.config.sources import read
 from launch.logs import configure
@@ -49,8 +49,9 @@ def main(run_dir: str) -> None:
             run.write_status(state=state, step=trainer.step, signal=trainer.stopped_by)
 
 
-def _frozen_device(run: RunDir) -> str:
-    return read(run.frozen).keys["hardware.device"][0]
+def _frozen_device(run: RunDir) -> DeviceKind:
+    device: DeviceKind = read(run.frozen).keys["hardware.device"][0]
+    return device
 
 
 def _stop_when_launcher_dies() -> None:

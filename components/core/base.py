@@ -69,5 +69,5 @@ class Component(Configurable):
         raise NotImplementedError(f"{type(self).__name__} must say how it changes the run")
 
     def metrics(self, trainer: "RecipeTrainer") -> dict[str, float]:
-        """Scalars for the log and TensorBoard since the last call, named ``<component>/<what>(unit)``."""
+        """Scalars for the log and TensorBoard, named ``<component>/<what>_<unit>``."""
         return {}

@@ -13,12 +13,12 @@ from torchtitan.config.configs import (
 )
 from torchtitan.tools.profiler import Profiler
 
-from components.models.settings import ModelSettings
-from components.titan.optimizer import AdamWSettings
 from components.core.registry import settings_class
+from components.core.units import Bytes, Count
+from components.models.settings import ModelSettings
 from components.titan.checkpoint import RunCheckpoints
 from components.titan.metrics import RunMetrics
-from components.core.units import Bytes, Count
+from components.titan.optimizer import AdamWSettings
 from data.corpus import CorpusSettings
 from launch.settings import LaunchSettings
 
@@ -41,6 +41,10 @@ class Hardware:
 
     memory: Bytes | None = None
     """Memory of one device; null: whatever the device reports."""
+
+    def __post_init__(self) -> None:
+        if self.ranks_per_node < 1:
+            raise ValueError(f"ranks_per_node is {self.ranks_per_node}; it must be at least 1")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -70,9 +74,7 @@ class Recipe:
     training: TrainingConfig = field(default_factory=TrainingConfig)
     parallelism: ParallelismConfig = field(default_factory=ParallelismConfig)
     optimizer: AdamWSettings = field(default_factory=AdamWSettings)
-    lr_scheduler: LRSchedulersContainer.Config = field(
-        default_factory=LRSchedulersContainer.Config
-    )
+    lr_scheduler: LRSchedulersContainer.Config = field(default_factory=LRSchedulersContainer.Config)
     components: Any = field(default_factory=lambda: settings_class()())
     checkpoint: RunCheckpoints.Config = field(default_factory=RunCheckpoints.Config)
     validation: Validation = field(default_factory=Validation)

@@ -18,9 +18,9 @@ from components.core.registry import enabled_components
 from components.titan import attention, dispatch
 from components.titan.expert_load import ExpertLoad
 from components.titan.plan import ParallelizeFn, RunPlan
+from components.titan.tokenizer import tokenizer_config
 from components.titan.trainer import RecipeTrainer
 from data.loader import PackedLoader
-from components.titan.tokenizer import tokenizer_config
 
 
 @dataclasses.dataclass

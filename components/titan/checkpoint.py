@@ -1,4 +1,4 @@
-"""Checkpoints of a run: torchtitan's manager with resume, a save on demand and a readable refusal."""
+"""Checkpoints: torchtitan's manager with resume, a save on demand and a readable refusal."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,9 +39,9 @@ class RunCheckpoints(CheckpointManager):
         complete checkpoint) or the path of a run directory. null starts a new run."""
 
         def __post_init__(self) -> None:
-            CheckpointManager.Config.__post_init__(self)
             if self.keep_latest_k != 0 and self.keep_latest_k < 2:
                 raise ValueError(f"keep_latest_k is {self.keep_latest_k}; use 0 (all) or 2 or more")
+            CheckpointManager.Config.__post_init__(self)
 
     _forced: bool = False
 

@@ -132,15 +132,15 @@ def resolve_device(kind: DeviceKind) -> Literal["cpu", "cuda"]:
         ValueError: ``cuda`` was asked for and no CUDA device is visible, or ``kind`` is unknown.
     """
     if kind not in ("auto", "cpu", "cuda"):
-        raise ValueError(f"device: {kind!r} is not one of 'auto', 'cpu', 'cuda'")
+        raise ValueError(f"hardware.device: {kind!r} is not one of 'auto', 'cpu', 'cuda'")
     available = torch.cuda.is_available()
     if kind == "auto":
         return "cuda" if available else "cpu"
     if kind == "cuda" and not available:
         raise ValueError(
-            "device: 'cuda' was asked for, but torch sees no CUDA device "
+            "hardware.device: 'cuda' was asked for, but torch sees no CUDA device "
             f"(torch {torch.__version__}, built for CUDA {torch.version.cuda}); "
-            "use device=cpu or device=auto, or look at `make doctor`"
+            "use hardware.device=cpu or hardware.device=auto, or look at `make doctor`"
         )
     return "cuda" if kind == "cuda" else "cpu"
 
@@ -159,7 +159,7 @@ def use_device(kind: DeviceKind = "auto") -> Literal["cpu", "cuda"]:
     if device == "cpu":
         use_cpu()
     elif _current_device_type() not in (None, "cuda"):
-        raise RuntimeError("device: torchtitan already runs on the CPU in this process")
+        raise RuntimeError("hardware.device: torchtitan already runs on the CPU in this process")
     return device
 
 
@@ -186,10 +186,10 @@ def use_cpu() -> None:
 
 
 def _build_block_masks_eagerly() -> None:
-    """torchtitan and torch compile block-mask construction; on a CPU that costs a minute a shape."""
+    """torch and torchtitan compile block-mask construction; on a CPU that is a minute a shape."""
     import torch.distributed.tensor.experimental._context_parallel._attention as context_parallel
     import torchtitan.models.common.attention as attention
     from torch.nn.attention.flex_attention import create_block_mask
 
     attention._compiled_create_block_mask = create_block_mask
-    context_parallel._compiled_create_block_mask = create_block_mask
+    context_parallel._compiled_create_block_mask = create_block_mask  # type: ignore[assignment]

@@ -37,8 +37,6 @@ class GlooTokenDispatcher(AllToAllTokenDispatcher):
         return all_to_all_single(x, input_splits, output_splits, self.ep_mesh)
 
 
-@override(
-    target=AllToAllTokenDispatcher.Config, exact=True, description="single-tensor all-to-all"
-)
+@override(target=AllToAllTokenDispatcher.Config, exact=True, description="single-tensor all-to-all")
 def gloo(cfg: AllToAllTokenDispatcher.Config) -> GlooTokenDispatcher.Config:
     return derive(cfg, GlooTokenDispatcher.Config)

@@ -32,7 +32,7 @@ class ExpertLoad:
         self._group = mesh.get_group() if mesh is not None else None
 
         def observe(*unused: Any) -> None:
-            counts = [_local(layer.tokens_per_expert_E) for layer in layers]
+            counts = [_local(layer.get_buffer("tokens_per_expert_E")) for layer in layers]
             self._counts = torch.stack(counts).clone()
 
         optimizers.register_step_pre_hook(observe)

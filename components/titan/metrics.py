@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.components.metrics import MetricsProcessor
-from components.titan.story import narrate
 from tqdm import tqdm
+
+from components.titan.story import narrate
 
 GLOSSARY = {
     "train/loss": "mean cross entropy over all valid tokens of the step, nats per token",
@@ -179,7 +180,11 @@ class RunMetrics(MetricsProcessor):
         if self._bar is None:
             shown = self.config.progress_bar and sys.stderr.isatty() and _is_first_rank()
             self._bar = tqdm(
-                total=self.total_steps, initial=step - 1, unit="step", disable=not shown, leave=False
+                total=self.total_steps,
+                initial=step - 1,
+                unit="step",
+                disable=not shown,
+                leave=False,
             )
         self._bar.update(step - self._bar.n)
 

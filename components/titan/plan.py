@@ -56,9 +56,7 @@ class RunPlan:
         self._claim("the loss", owner)
         self.config.loss = loss
 
-    def set_activation_checkpoint(
-        self, owner: str, policy: ActivationCheckpointing.Config
-    ) -> None:
+    def set_activation_checkpoint(self, owner: str, policy: ActivationCheckpointing.Config) -> None:
         """Replace the checkpointing policy. One component only."""
         self._claim("the activation checkpointing policy", owner)
         self.config.activation_checkpoint = policy
@@ -90,9 +88,7 @@ class RunPlan:
     def wrap_parallelize(self, wrap: Callable[[ParallelizeFn], ParallelizeFn]) -> None:
         """Run code around the model's ``parallelize_fn`` (before or after FSDP is applied)."""
         spec = self.spec
-        self.config.model_spec = dataclasses.replace(
-            spec, parallelize_fn=wrap(spec.parallelize_fn)
-        )
+        self.config.model_spec = dataclasses.replace(spec, parallelize_fn=wrap(spec.parallelize_fn))
 
     def after_optimizer(self, hook: OptimizerHook, first: bool = False) -> None:
         """Call ``hook(optimizers, model_parts, parallel_dims)`` once the optimizer exists.

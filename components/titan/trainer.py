@@ -1,10 +1,10 @@
 """torchtitan's trainer, subclassed where a recipe needs something it does not have."""
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
-from components.titan.story import narrate
 from torchtitan.trainer import Trainer
 
 from components.core.base import Component
@@ -12,6 +12,7 @@ from components.titan.checkpoint import RunCheckpoints
 from components.titan.expert_load import ExpertLoad
 from components.titan.metrics import RunMetrics
 from components.titan.stop import StopRequest
+from components.titan.story import narrate
 
 
 class RecipeTrainer(Trainer):
@@ -42,7 +43,7 @@ class RecipeTrainer(Trainer):
         self.metrics_processor.total_steps = config.training.steps
         self.metrics_processor.sources.append(expert_load.metrics)
         for component in enabled:
-            self.metrics_processor.sources.append(lambda c=component: c.metrics(self))
+            self.metrics_processor.sources.append(partial(component.metrics, self))
 
     def train(self) -> None:
         """Train until the last step, the end of the data, or a signal."""

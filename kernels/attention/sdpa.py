@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_mask
 
-# cuDNN's masked kernel is left out: whether it runs depends on the cuDNN that happens to be installed.
+# cuDNN's masked kernel is left out: whether it runs depends on the cuDNN that is installed.
 BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 MaskMod = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -60,7 +60,5 @@ def chunked_sdpa(
         mask = mask_of_queries(mask_mod, q.shape[0], start, stop, k.shape[2], q.device)
         part = q[:, :, start:stop]
         with sdpa_kernel(BACKENDS):
-            outputs.append(
-                F.scaled_dot_product_attention(part, k, v, attn_mask=mask, scale=scale)
-            )
+            outputs.append(F.scaled_dot_product_attention(part, k, v, attn_mask=mask, scale=scale))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)

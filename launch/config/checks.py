@@ -16,6 +16,7 @@ from components.core.registry import component_types, enabled_components
 from components.titan.attention import resolve_attention
 from components.titan.build import prepare
 from components.titan.tokenizer import vocabulary_size
+from launch.config.combinations import check_combinations
 from launch.config.origins import place_of
 from launch.config.schema import walk
 
@@ -45,10 +46,8 @@ def check_recipe(
     Raises:
         RecipeError: all problems found.
     """
-    if world_size < 1 or recipe.hardware.ranks_per_node < 1:
-        per_node = recipe.hardware.ranks_per_node
-        key, value = ("ranks", world_size) if world_size < 1 else ("ranks_per_node", per_node)
-        problems = [Problem(f"hardware.{key}", f"{value} ranks; it must be at least 1")]
+    if world_size < 1:
+        problems = [Problem("hardware.ranks", f"{world_size} ranks; it must be at least 1")]
     else:
         problems = [problem for rule in RULES for problem in rule(recipe, world_size)]
         problems += _device_rules(recipe, device)
@@ -253,12 +252,6 @@ def _components(recipe: Recipe, world_size: int) -> Iterator[Problem]:
         yield from component.check(recipe)
 
 
-def _seed_checkpoint(recipe: Recipe, world_size: int) -> Iterator[Problem]:
-    if recipe.checkpoint.create_seed_checkpoint and world_size != 1:
-        message = f"true needs one process, so that nothing is sharded; this job has {world_size}"
-        yield Problem("checkpoint.create_seed_checkpoint", message, "add NGPU=1")
-
-
 def _device_rules(recipe: Recipe, device: str) -> list[Problem]:
     problems = []
     try:
@@ -301,5 +294,5 @@ def _key_named_in(text: str) -> str:
 
 RULES: tuple[Rule, ...] = (
     _model, _data, _vocabulary, _lengths, _degrees, _batches, _schedule, _cuda_graphs,
-    _validation, _folders, _components,
+    _validation, _folders, _components, check_combinations,
 )  # fmt: skip

@@ -17,14 +17,14 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, TypeVar
 
 import torch
 
 from tests.benchmarks.case import Case, Outputs, Runnable, Size, Variant
-from tests.benchmarks.machine import Ceilings, Floor, Machine, measure_ceilings
+from tests.benchmarks.machine import Ceilings, Floor, Machine, better_of, measure_ceilings
 from tests.benchmarks.probes import Memory, Probe
 
 Status = Literal["ok", "not installed", "not supported", "out of memory", "failed", "wrong"]
@@ -85,7 +85,8 @@ class Report:
     """Everything one run measured, in the case's order of variants.
 
     ``machine.ceilings`` were measured before the variants ran, ``ceilings_after`` after them: a
-    machine that was busy or throttled meanwhile shows in the difference.
+    machine that was busy or throttled meanwhile shows in the difference. The floor takes the better
+    of both.
     """
 
     case: Case
@@ -135,22 +136,24 @@ def run_case(
         GateError: a variant of ours disagrees with the reference (nothing is timed).
     """
     size = case.sizes[size_name]
-    floor = case.floor(size, machine)
+    case.floor(size, machine)  # refuses an impossible size before anything is measured
     results = [Result(variant=variant) for variant in case.variants]
     run = _Run(case=case, size=size, probe=probe, options=options, results=results)
     run.check_availability()
     run.gate()
     run.measure()
+    after = measure_ceilings(probe)
+    best = replace(machine, ceilings=better_of(machine.ceilings, after))
     return Report(
         case=case,
         size_name=size_name,
         size=size,
         machine=machine,
         options=options,
-        floor=floor,
+        floor=case.floor(size, best),
         results=results,
         probe=probe,
-        ceilings_after=measure_ceilings(probe),
+        ceilings_after=after,
     )
 
 

@@ -10,7 +10,7 @@ import platform
 import re
 import subprocess
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +116,15 @@ def measure_ceilings(probe: Probe) -> Ceilings:
     ceilings = _cuda_ceilings(probe) if probe.device == "cuda" else _cpu_ceilings(probe)
     probe.settle()
     return ceilings
+
+
+def better_of(before: Ceilings, after: Ceilings) -> Ceilings:
+    """The higher matrix-product and memory rates of two measurements; links as in ``before``."""
+    return replace(
+        before,
+        matmul_tflops={k: max(v, after.matmul_tflops[k]) for k, v in before.matmul_tflops.items()},
+        memory_gbps=max(before.memory_gbps, after.memory_gbps),
+    )
 
 
 def drift(before: Ceilings, after: Ceilings) -> float:

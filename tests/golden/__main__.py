@@ -1,4 +1,4 @@
-"""`python -m tests.golden`: put the present losses on record. Look at the difference before commit."""
+"""`python -m tests.golden`: put the present losses on record. Look at the change before commit."""
 
 from components.titan.device import use_cpu
 

@@ -1,4 +1,4 @@
-"""Train a recipe for a few steps on fixed text; write its losses down with `python -m tests.golden`.
+"""Train a recipe for a few steps on fixed text; `python -m tests.golden` writes its losses down.
 
 The default corpus is the running Python's library, which differs between Python versions, so golden
 runs read generated text instead. Everything else is the recipe as it ships.

@@ -1,4 +1,4 @@
-"""On a GPU: attention backends and components learn the same. Run with `make test ARGS="-m gpu"`."""
+"""On a GPU: attention backends and components learn the same (`make test ARGS="-m gpu"`)."""
 
 import importlib.util
 from pathlib import Path

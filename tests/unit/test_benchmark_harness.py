@@ -438,7 +438,7 @@ def test_a_disturbed_machine_is_said_so(tflops: float, gbps: float, moved: str |
 
 def test_ceilings_are_measured_again_after_the_last_call(monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
-    after = Ceilings(matmul_tflops={"float32": 1.0}, memory_gbps=10.0)
+    after = Ceilings(matmul_tflops={"float32": 4.0}, memory_gbps=8.0)
 
     def call(x: torch.Tensor) -> Outputs:
         order.append("call")
@@ -451,7 +451,9 @@ def test_ceilings_are_measured_again_after_the_last_call(monkeypatch: pytest.Mon
     monkeypatch.setattr(harness, "measure_ceilings", measure)
     measured = run(variant("a", call=call))
     assert order[-1] == "ceilings" and order.count("ceilings") == 1
-    assert report.to_json(measured, "c", DATE)["machine"]["drift"] == pytest.approx(0.5)
+    assert report.to_json(measured, "c", DATE)["machine"]["drift"] == pytest.approx(1.0)
+    assert measured.floor.arithmetic.startswith("4e9 = 0.004 TFLOP at 4 TFLOP/s")
+    assert "at 10 GB/s" in measured.floor.arithmetic
 
 
 def test_printed_table_lines_up() -> None:
@@ -581,10 +583,11 @@ def test_chunked_loss_reference_does_not_depend_on_its_row_blocks(
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_chunked_loss_variants_pass_their_gate(dtype: str) -> None:
+def test_chunked_loss_variants_pass_their_gate(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = replace(chunked_loss.CASE, sizes={"small": tiny_loss(dtype)})
     ceilings = Ceilings(matmul_tflops={dtype: 1.0}, memory_gbps=1.0)
     here = replace(machine(), ceilings=ceilings)
+    monkeypatch.setattr(harness, "measure_ceilings", lambda probe: ceilings)
     measured = run_case(case, "small", QuickProbe(), here, Options(warmup=0, repeats=1))
     ran = {result.variant.name for result in measured.results if result.timing is not None}
     assert {"chunked_8", "chunked_32", "materialised"} <= ran

@@ -108,7 +108,9 @@ def test_another_models_checkpoint_is_refused_with_its_tensors(
         f"checkpoint.initial_load_path={uninterrupted}/checkpoint/step-6",
         "checkpoint.initial_load_model_only=true",
     ]
-    with pytest.raises(ValueError, match=r"belongs to another model \(\d+ tensors differ\)") as error:
+    with pytest.raises(
+        ValueError, match=r"belongs to another model \(\d+ tensors differ\)"
+    ) as error:
         train(tmp_path, overrides)
     assert "w1_EFD: [4, 64, 64] in the checkpoint, [4, 32, 64] in the model" in str(error.value)
 
