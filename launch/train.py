@@ -81,8 +81,13 @@ def _ending(run: RunDir, recipe: "Recipe", path: Path, outcome: "Outcome") -> st
     else:
         step = run.read_status().get("step", "unknown")
         lines.append(f"stopped by signal {outcome.code - 128} at step {step}")
+    # Not resolved: a virtual environment's interpreter is a link to one without its packages.
+    python = Path(sys.executable)
+    python = python.relative_to(Path.cwd()) if python.is_relative_to(Path.cwd()) else python
     lines.append(f"checkpoint   {newest}")
-    lines.append(f"TensorBoard  tensorboard --logdir {display(run.tensorboard)}")
+    lines.append(
+        f"TensorBoard  {display(Path(sys.executable))} -m tensorboard.main --logdir {shown}"
+    )
     lines.append(f"replay       make train RECIPE={display(run.frozen)}")
     if steps:
         lines.append(f"continue     {again}")

@@ -116,11 +116,20 @@ def _stock_config(recipe: Recipe, run_dir: Path, backend: str) -> RecipeTrainer.
 
 
 def _validator(recipe: Recipe) -> Validator.Config:
+    parallel = recipe.parallelism
+    pipelined = parallel.pipeline_parallel_degree > 1
+    size = parallel.pipeline_parallel_microbatch_size
     return Validator.Config(
         enable=recipe.validation.enabled,
         freq=recipe.validation.every,
         steps=recipe.validation.batches,
-        dataloader=PackedLoader.Config(corpus=recipe.data, split="validation", infinite=False),
+        dataloader=PackedLoader.Config(
+            corpus=recipe.data,
+            split="validation",
+            infinite=False,
+            # A pipelined step takes several batches; a pass must not end in the middle of one.
+            batches_multiple=recipe.training.local_batch_size // size if pipelined else 1,
+        ),
     )
 
 

@@ -14,18 +14,19 @@ class StopRequest:
     group: a collective on the host, which never waits for the device.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, host_group: dist.ProcessGroup | None) -> None:
+        """Nothing is caught before ``install``.
+
+        Args:
+            host_group: gloo group over all ranks; None for one rank.
+        """
         self.signal: int | None = None
         self.interrupts = 0
-        self._group: dist.ProcessGroup | None = None
+        self._group = host_group
         self._previous: dict[int, object] = {}
 
     def install(self) -> None:
-        """Catch the signals. Call on every rank, after the process group exists."""
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            group = dist.new_group(backend="gloo")
-            assert isinstance(group, dist.ProcessGroup)
-            self._group = group
+        """Catch the signals. Call on every rank."""
         for number in (signal.SIGTERM, signal.SIGINT):
             self._previous[number] = signal.signal(number, self._on_signal)
 

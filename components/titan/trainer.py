@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torchtitan.trainer import Trainer
 
 from components.core.base import Component
@@ -13,6 +14,7 @@ from components.titan.expert_load import ExpertLoad
 from components.titan.metrics import RunMetrics
 from components.titan.stop import StopRequest
 from components.titan.story import narrate
+from data.loader import PackedLoader
 
 
 class RecipeTrainer(Trainer):
@@ -37,9 +39,11 @@ class RecipeTrainer(Trainer):
         self, config: Config, *, enabled: list[Component], expert_load: ExpertLoad
     ) -> None:
         super().__init__(config)
+        self._host_group = _host_group()
+        self._agree_on_data()
         self.enabled = enabled
         self.stopped_by: int | None = None
-        self._stop = StopRequest()
+        self._stop = StopRequest(self._host_group)
         self.metrics_processor.total_steps = config.training.steps
         self.metrics_processor.sources.append(expert_load.metrics)
         for component in enabled:
@@ -76,6 +80,18 @@ class RecipeTrainer(Trainer):
             self.checkpointer.save_now(self.step)
         return False
 
+    def _agree_on_data(self) -> None:
+        """Refuse to train on corpora that differ between machines.
+
+        Raises:
+            ValueError: ranks tokenised different documents; every group of ranks is named.
+        """
+        if self._host_group is None or not isinstance(self.dataloader, PackedLoader):
+            return
+        digests: list[str] = [""] * dist.get_world_size()
+        dist.all_gather_object(digests, self.dataloader.store.digest, group=self._host_group)
+        refuse_different_corpora(digests)
+
     def _seed_step(self) -> None:
         """Make random numbers a function of (seed, step, data rank).
 
@@ -89,6 +105,28 @@ class RecipeTrainer(Trainer):
         if self.parallel_dims.dp_enabled:
             rank = self.parallel_dims.get_mesh("batch").get_local_rank()
         torch.manual_seed(_mix(seed, self.step, rank))
+
+
+def _host_group() -> dist.ProcessGroup | None:
+    """A gloo group over all ranks, for what must not wait for the device; None for one rank."""
+    if dist.get_world_size() == 1:
+        return None
+    group = dist.new_group(backend="gloo")
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+def refuse_different_corpora(digests: list[str]) -> None:
+    """Compare the ranks' corpus digests; see ``RecipeTrainer._agree_on_data``."""
+    ranks_of: dict[str, list[int]] = {}
+    for rank, digest in enumerate(digests):
+        ranks_of.setdefault(digest, []).append(rank)
+    if len(ranks_of) > 1:
+        groups = "; ".join(f"ranks {ranks} read {digest}" for digest, ranks in ranks_of.items())
+        raise ValueError(
+            f"data: the ranks read different documents ({groups}); give every machine the same "
+            "files (and Python version, for data=stdlib)"
+        )
 
 
 def _mix(*values: int) -> int:

@@ -88,7 +88,7 @@ def test_the_end_says_where_things_are(finished: tuple[Path, str]) -> None:
     run, output = finished
     assert f"done after {STEPS} steps" in output
     assert str(run / f"checkpoint/step-{STEPS}") in output
-    assert "tensorboard --logdir" in output
+    assert "-m tensorboard.main --logdir" in output
     assert f"step {STEPS}/{STEPS} | loss" in output
     assert " | data " in output and " | eta " in output
 

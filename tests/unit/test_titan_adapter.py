@@ -17,7 +17,7 @@ from components.core.registry import component_types, enabled_components
 from components.titan import attention, device
 from components.titan.build import prepare
 from components.titan.plan import RunPlan
-from components.titan.trainer import RecipeTrainer, _mix
+from components.titan.trainer import RecipeTrainer, _mix, refuse_different_corpora
 from launch.config.groups import RECIPES
 from launch.config.load import load_recipe
 from tests.training import small_overrides
@@ -133,6 +133,12 @@ def test_step_seeds_differ_by_seed_step_and_rank() -> None:
     assert len(seeds) == 800
     assert all(0 <= seed < 2**63 for seed in seeds)
     assert _mix(1, 2, 3) == _mix(1, 2, 3)
+
+
+def test_ranks_that_read_different_documents_are_told_apart() -> None:
+    refuse_different_corpora(["a", "a", "a"])
+    with pytest.raises(ValueError, match=r"ranks \[0, 2\] read a; ranks \[1\] read b"):
+        refuse_different_corpora(["a", "b", "a"])
 
 
 def test_recipe_trainer_config_is_a_trainer_config() -> None:
