@@ -85,9 +85,8 @@ def _ending(run: RunDir, recipe: "Recipe", path: Path, outcome: "Outcome") -> st
     python = Path(sys.executable)
     python = python.relative_to(Path.cwd()) if python.is_relative_to(Path.cwd()) else python
     lines.append(f"checkpoint   {newest}")
-    lines.append(
-        f"TensorBoard  {display(Path(sys.executable))} -m tensorboard.main --logdir {shown}"
-    )
+    logs = display(run.tensorboard)
+    lines.append(f"TensorBoard  {python} -m tensorboard.main --logdir {logs}")
     lines.append(f"replay       make train RECIPE={display(run.frozen)}")
     if steps:
         lines.append(f"continue     {again}")
