@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
 
-from components.core.base import Component
+from components.core.base import Component, Target
 from components.core.problems import Problem
 from components.titan.plan import RunPlan
 
@@ -24,6 +24,7 @@ class ChunkedLoss(Component):
     name = "chunked_loss"
     summary = "logits of one sequence chunk at a time instead of the whole sequence"
     source = "torchtitan ChunkedLossWrapper"
+    relieves = "logits"
 
     @dataclass(kw_only=True, slots=True)
     class Config(Component.Config):
@@ -36,7 +37,7 @@ class ChunkedLoss(Component):
 
     config: Config
 
-    def check(self, recipe: "Recipe") -> Iterator[Problem]:
+    def check(self, recipe: "Recipe", target: Target) -> Iterator[Problem]:
         chunks = self.config.num_chunks
         cp = recipe.parallelism.context_parallel_degree
         local = recipe.training.seq_len // cp
@@ -46,7 +47,7 @@ class ChunkedLoss(Component):
                 f"{self.path}.num_chunks",
                 f"{chunks} does not divide the {local} tokens that one rank holds "
                 f"(training.seq_len {recipe.training.seq_len} / context_parallel_degree {cp})",
-                f"dividers up to 64: {', '.join(map(str, legal))}",
+                f"divisors up to 64: {', '.join(map(str, legal))}",
             )
         if chunks == 1:
             yield Problem(

@@ -17,6 +17,7 @@ class FullRecompute(Component):
     name = "full_recompute"
     summary = "keep one hidden state per layer and recompute the rest in backward"
     source = "torchtitan FullAC; arXiv 1604.06174"
+    relieves = "activations"
 
     @dataclass(kw_only=True, slots=True)
     class Config(Component.Config):

@@ -82,6 +82,11 @@ def tokenizer_problems(name: str) -> list[str]:
     return []
 
 
+def config_of(name: str) -> BaseTokenizer.Config:
+    """Return what builds the tokenizer ``data.tokenizer: name`` asks for; give it ``name``."""
+    return ByteTokenizer.Config() if name == BYTE else HuggingFaceTokenizer.Config()
+
+
 def build_tokenizer(name: str) -> BaseTokenizer:
     """Return the tokenizer that ``data.tokenizer: name`` asks for.
 
@@ -91,8 +96,7 @@ def build_tokenizer(name: str) -> BaseTokenizer:
     problems = tokenizer_problems(name)
     if problems:
         raise ValueError("\n".join(problems))
-    config = ByteTokenizer.Config() if name == BYTE else HuggingFaceTokenizer.Config()
-    return config.build(tokenizer_path=name)
+    return config_of(name).build(tokenizer_path=name)
 
 
 def tokenizer_identity(tokenizer: BaseTokenizer) -> str:

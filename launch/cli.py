@@ -30,10 +30,6 @@ def main(argv: list[str]) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:
-        # The reader (`| head`) has seen enough; keep Python from complaining at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
 
 
 def _split(argv: list[str]) -> tuple[list[str], list[str]]:
@@ -159,7 +155,8 @@ def entry() -> None:
     try:
         code = main(sys.argv[1:])
     except BrokenPipeError:
-        # The reader of our output (`make show | head`) has seen enough.
+        # The reader of our output (`make show | head`) has seen enough; keep Python from
+        # complaining at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 0
     sys.exit(code)

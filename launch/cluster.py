@@ -8,6 +8,7 @@ from pathlib import Path
 from components.core.problems import Problem, RecipeError
 from launch.config.groups import ROOT
 from launch.ready import Ready
+from launch.torchrun import require_machines
 
 SUBMIT = {"slurm": ("sbatch",), "skypilot": ("sky", "jobs", "launch")}
 
@@ -24,18 +25,22 @@ def launch(
         dry: print the job instead; nothing is written.
 
     Raises:
-        RecipeError: the recipe is wrong, or its ranks do not fill the machines.
+        RecipeError: the recipe is wrong, its ranks do not fill the machines, or the job cannot be
+            written.
     """
+    require_machines(nodes, ngpu)
     ready = Ready(path, overrides, ngpu=None, anywhere=True)
     from launch import record, resume
 
     recipe = ready.recipe
-    gpus = ngpu or min(recipe.hardware.ranks_per_node, ready.ranks)
-    machines = nodes or -(-ready.ranks // gpus)
+    gpus = min(recipe.hardware.ranks_per_node, ready.ranks) if ngpu is None else ngpu
+    machines = -(-ready.ranks // gpus) if nodes is None else nodes
     if machines * gpus != ready.ranks:
         raise RecipeError([_not_filled(machines, gpus, ready.ranks)])
+    # Also without `dry`: what is wrong with the job must show before a run directory exists.
+    job = _job(on, ready, record.new_path(recipe, ready.composed), machines, gpus)
     if dry:
-        print(_job(on, ready, record.new_path(recipe, ready.composed), machines, gpus))
+        print(job)
         return 0
     if recipe.checkpoint.resume is not None:
         run = resume.find(recipe, ready.composed)
@@ -63,13 +68,9 @@ def _job(on: str, ready: Ready, run_dir: Path, nodes: int, gpus: int) -> str:
             python=sys.executable,
             root=ROOT,
         )
-    try:
-        return skypilot.task(
-            run_dir, settings.skypilot, nodes=nodes, gpus_per_node=gpus, job_name=name, root=ROOT
-        )
-    except ValueError as error:
-        key, _, message = str(error).partition(" ")
-        raise RecipeError([Problem(key, message)]) from error
+    return skypilot.task(
+        run_dir, settings.skypilot, nodes=nodes, gpus_per_node=gpus, job_name=name, root=ROOT
+    )
 
 
 def _submit(on: str, file: Path) -> int:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from launch import host
+from components.core import host
 from launch.pins import installed, pins
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -20,6 +20,7 @@ class Ready:
         """
         self.composed = compose(path, overrides)
         self.device = _device(self.composed, anywhere)
+        from components.core.base import Target
         from launch import local
         from launch.config.checks import check_recipe
         from launch.config.load import bind_recipe
@@ -30,8 +31,9 @@ class Ready:
             self.ranks = int(hardware.ranks)
         else:
             self.ranks = local.rank_count(hardware, self.device, ngpu)
-        target = hardware.device if anywhere and hardware.device != "auto" else self.device
-        check_recipe(self.recipe, self.ranks, target, self.composed.origins)
+        device = hardware.device if anywhere and hardware.device != "auto" else self.device
+        check_recipe(self.recipe, self.ranks, device, self.composed.origins)
+        self.target = Target(device, self.ranks, hardware.memory)
 
 
 def _device(composed: Composed, anywhere: bool) -> str:

@@ -5,6 +5,7 @@ import getpass
 import hashlib
 import importlib.metadata
 import json
+import os
 import platform
 import shutil
 import socket
@@ -92,12 +93,20 @@ def environment(command: list[str]) -> dict[str, Any]:
         "time": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
         "command": command,
         "host": socket.gethostname(),
-        "user": getpass.getuser(),
+        "user": user(),
         "python": sys.version.split()[0],
         "platform": platform.platform(),
         "packages": versions,
         "git": git_state(),
     }
+
+
+def user() -> str:
+    """Name of who runs this process, or the number where the system knows no name for it."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return str(os.getuid())
 
 
 def git_state() -> dict[str, Any] | None:

@@ -5,6 +5,7 @@ from typing import Any
 
 from components.core.problems import Problem, RecipeError
 from components.core.recipe import Recipe
+from components.core.registry import component_types
 from launch.config import freeze
 from launch.config.compose import Composed
 from launch.config.sources import display, read
@@ -23,7 +24,6 @@ MAY_CHANGE = (
     "training.gc_debug",
     "training.local_batch_size",
     "parallelism",
-    "components",
     "checkpoint",
     "validation",
     "metrics",
@@ -109,6 +109,11 @@ def compare(saved: dict[str, Any], present: dict[str, Any]) -> list[tuple[str, A
 def _may_change(key: str) -> bool:
     if key in MUST_STAY:
         return False
+    section, _, rest = key.partition(".")
+    if section == "components":
+        # Techniques that do not change what is learnt may be switched between two launches.
+        technique = component_types().get(rest.partition(".")[0])
+        return technique is None or not technique.changes_training
     return any(key == free or key.startswith(f"{free}.") for free in MAY_CHANGE)
 
 

@@ -6,7 +6,8 @@ from typing import Any
 
 import yaml
 
-from launch.torchrun import agent_command, require_positive, word
+from components.core.problems import Problem, RecipeError
+from launch.torchrun import agent_command, require_machines, require_positive, word
 
 _FROZEN = "~/frozen-run"
 _STORAGE = "~/outputs"
@@ -96,14 +97,13 @@ def task(
         root: the project's root on this machine; it travels with the task.
 
     Raises:
-        ValueError: a number below one, a path with a line break, several machines but no storage.
+        RecipeError: a number below one, a value with a line break, several machines but no storage.
     """
-    require_positive(nodes=nodes, gpus_per_node=gpus_per_node)
+    require_machines(nodes, gpus_per_node)
     if nodes > 1 and settings.storage is None:
-        raise ValueError(
-            f"launch.skypilot.storage is null and nodes {nodes}: the machines of one run share its "
-            "directory, so name a bucket such as s3://my-bucket/runs"
-        )
+        message = f"null, but the {nodes} machines of this run share its directory"
+        hint = "name a bucket such as s3://my-bucket/runs"
+        raise RecipeError([Problem("launch.skypilot.storage", message, hint)])
     mounts: dict[str, Any] = {_FROZEN: str(run_dir)}
     if settings.storage is not None:
         mounts[_STORAGE] = {"source": settings.storage, "mode": "MOUNT"}
@@ -144,10 +144,11 @@ def _run(run_dir: Path, settings: SkyPilotSettings, nodes: int, gpus_per_node: i
         # A SIGTERM to the agent reaches the ranks, and they get the time to save.
         extra="--shutdown-timeout 600",
     )
-    remote = f'"$HOME"{_STORAGE[1:]}/{word(run_dir.parent.name)}/{word(run_dir.name)}'
+    kept = [word(name, "output_dir") for name in (run_dir.parent.name, run_dir.name)]
+    remote = f'"$HOME"{_STORAGE[1:]}/{"/".join(kept)}'
     return _lines(
         [
-            f"PYTHON={word(settings.python or '.venv/bin/python')}",
+            f"PYTHON={word(settings.python or '.venv/bin/python', 'launch.skypilot.python')}",
             f"RUN_DIR={remote}",
             'HEAD=$(echo "$SKYPILOT_NODE_IPS" | head -n 1)',
             "# A machine that replaces another finds the run and goes on from its checkpoint.",

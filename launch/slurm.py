@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from launch.torchrun import agent_command, require_positive, word
+from launch.torchrun import agent_command, require_machines, require_positive, word
 
 _TIME = re.compile(
     r"(?:(?P<days>\d+)-(?P<dhours>\d+)(?::(?P<dminutes>\d+)(?::(?P<dseconds>\d+))?)?"
@@ -117,9 +117,9 @@ def script(
         root: the project's root as the nodes see it.
 
     Raises:
-        ValueError: a number below one, or a path with a line break.
+        RecipeError: a number below one, or a value with a line break.
     """
-    require_positive(nodes=nodes, gpus_per_node=gpus_per_node)
+    require_machines(nodes, gpus_per_node)
     header = _header(run_dir, settings, nodes, gpus_per_node, job_name)
     agent = agent_command(
         '"$PYTHON"',
@@ -133,9 +133,9 @@ def script(
     cpus = f" --cpus-per-task={settings.cpus_per_node}" if settings.cpus_per_node else ""
     return _BODY.format(
         header="\n".join(f"#SBATCH {option}" for option in header),
-        root=word(root),
-        run_dir=word(run_dir),
-        python=word(settings.python or python),
+        root=word(root, ""),
+        run_dir=word(run_dir, "output_dir"),
+        python=word(settings.python or python, "launch.slurm.python"),
         port=settings.port or "$((20000 + SLURM_JOB_ID % 20000))",
         setup="".join(f"    {line}\n" for line in _setup(settings)),
         agent=agent.replace("\n", "\n    "),
@@ -149,31 +149,38 @@ def _header(
 ) -> list[str]:
     log = str(run_dir).replace("%", "%%") + "/slurm-%j.log"
     options = [
-        f"--job-name={word(job_name)}",
+        f"--job-name={word(job_name, 'RECIPE')}",
         f"--nodes={nodes}",
         "--ntasks-per-node=1",
         f"--gpus-per-node={gpus_per_node}",
-        f"--mem={word(settings.mem)}",
+        f"--mem={word(settings.mem, 'launch.slurm.mem')}",
         f"--time={settings.time}",
         f"--signal=TERM@{settings.grace_seconds}",
         "--requeue" if settings.requeue else "--no-requeue",
         "--open-mode=append",
-        f"--output={word(log)}",
+        f"--output={word(log, 'output_dir')}",
     ]
     optional = {
-        "--partition": settings.partition,
-        "--account": settings.account,
-        "--qos": settings.qos,
-        "--cpus-per-task": settings.cpus_per_node,
+        "partition": settings.partition,
+        "account": settings.account,
+        "qos": settings.qos,
     }
-    options += [f"{name}={word(str(value))}" for name, value in optional.items() if value]
+    options += [
+        f"--{name}={word(value, f'launch.slurm.{name}')}"
+        for name, value in optional.items()
+        if value
+    ]
+    cores = settings.cpus_per_node
+    options += [f"--cpus-per-task={cores}"] if cores else []
     options += ["--exclusive"] if settings.exclusive else []
     return options + settings.sbatch
 
 
 def _setup(settings: SlurmSettings) -> list[str]:
-    lines = [f"set -a; . {word(settings.env_file)} || exit; set +a"] if settings.env_file else []
-    return lines + settings.setup
+    if not settings.env_file:
+        return settings.setup
+    file = word(settings.env_file, "launch.slurm.env_file")
+    return [f"set -a; . {file} || exit; set +a", *settings.setup]
 
 
 _BODY = """\

@@ -3,32 +3,53 @@
 from torchtitan.distributed import ParallelDims
 from torchtitan.protocols.model_spec import ModelSpec
 
+from components.core.base import MemoryTerm, Target
 from components.core.recipe import Recipe
 from components.core.registry import component_types, enabled_components
 from components.models.counts import count_parameters
 
-_BYTES_PER_PARAMETER = {
-    # fp32 parameters and gradients, two fp32 moments
-    "float32": 4 + 4 + 8,
-    # everything in bf16
-    "bfloat16": 2 + 2 + 4,
-}
 
-
-def summarise(recipe: Recipe, ranks: int) -> str:
+def summarise(recipe: Recipe, target: Target) -> str:
     """A few lines on what the run would be. Allocates nothing."""
-    return "\n".join(
-        f"{name:<12} {text}"
-        for name, text in (
-            ("recipe", recipe.description or "(no description)"),
-            ("model", _model(recipe)),
-            ("mesh", _mesh(recipe, ranks)),
-            ("batch", _batch(recipe, ranks)),
-            ("state", _state(recipe, ranks)),
-            ("components", _components(recipe)),
-            ("result", "no problem found"),
-        )
+    terms = memory_terms(recipe, target)
+    lines = [
+        ("recipe", recipe.description or "(no description)"),
+        ("model", _model(recipe)),
+        ("mesh", _mesh(recipe, target.ranks)),
+        ("batch", _batch(recipe, target.ranks)),
+        *(("memory", _term(term)) for term in terms),
+        ("components", _components(recipe)),
+        ("result", _result(terms, target)),
+    ]
+    return "\n".join(f"{name:<12} {text}" for name, text in lines)
+
+
+def memory_terms(recipe: Recipe, target: Target) -> list[MemoryTerm]:
+    """What one rank needs, as far as it is known before a run. Activations are not estimated."""
+    total = count_parameters(_spec(recipe)).total
+    dims = ParallelDims.from_config(recipe.parallelism, target.ranks)
+    nbytes = total * recipe.optimizer.bytes_per_parameter(recipe.training.dtype)
+    state = MemoryTerm(
+        "parameters, gradients and AdamW moments",
+        nbytes * dims.dp_replicate // target.ranks,
+        "host" if recipe.training.enable_cpu_offload else "device",
+        "activations, buffers and communication come on top",
     )
+    enabled = enabled_components(recipe.components)
+    return [state, *(t for component in enabled for t in component.memory_terms(recipe, target))]
+
+
+def _term(term: MemoryTerm) -> str:
+    note = f" ({term.note})" if term.note else ""
+    return f"{term.nbytes / 2**30:.2f} GiB per rank on the {term.where}: {term.name}{note}"
+
+
+def _result(terms: list[MemoryTerm], target: Target) -> str:
+    needed = sum(term.nbytes for term in terms if term.where == "device") / 2**30
+    if target.memory is not None and needed > target.memory / 2**30:
+        room = target.memory / 2**30
+        return f"the settings are right, but {needed:.0f} GiB DO NOT FIT into the {room:.0f} GiB"
+    return "no problem found"
 
 
 def _spec(recipe: Recipe) -> ModelSpec:
@@ -64,21 +85,6 @@ def _batch(recipe: Recipe, ranks: int) -> str:
     if sequences != per_pass:
         text += f", {sequences // per_pass} accumulation passes"
     return f"{text}, {training.steps:,} steps"
-
-
-def _state(recipe: Recipe, ranks: int) -> str:
-    """Parameters, gradients and moments; what activations need is not estimated here."""
-    total = count_parameters(_spec(recipe)).total
-    dims = ParallelDims.from_config(recipe.parallelism, ranks)
-    shards = ranks // dims.dp_replicate
-    per_rank = total * _BYTES_PER_PARAMETER[recipe.training.dtype] / shards / 2**30
-    limit = recipe.hardware.memory
-    text = f"{per_rank:.2f} GiB per rank for parameters, gradients and AdamW"
-    if limit is None:
-        return text
-    room = limit / 2**30
-    verdict = "DOES NOT FIT" if per_rank > room else "activations come on top"
-    return f"{text}, of {room:.0f} GiB ({verdict})"
 
 
 def _components(recipe: Recipe) -> str:

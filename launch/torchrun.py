@@ -1,8 +1,9 @@
 """What every machine of a cluster job runs: torchrun's agent around ``launch.worker``."""
 
-import re
 import shlex
 from pathlib import Path
+
+from components.core.problems import Problem, RecipeError, shown
 
 
 def agent_command(
@@ -40,23 +41,38 @@ def agent_command(
 
 
 def require_positive(**numbers: int) -> None:
-    """Raise a ValueError that names the first number below one."""
+    """Raise a ValueError that names the first number below one, for settings classes."""
     for name, number in numbers.items():
         if number < 1:
             raise ValueError(f"{name} is {number}; it must be at least 1")
 
 
-def job_name(run_dir: Path) -> str:
-    """``<recipe>-<run>``, in characters that schedulers accept."""
-    return re.sub(r"[^A-Za-z0-9-]+", "-", f"{run_dir.parent.name}-{run_dir.name}").strip("-")
-
-
-def word(text: str | Path) -> str:
-    """``text`` as one shell word.
+def require_machines(nodes: int | None, gpus_per_node: int | None) -> None:
+    """Refuse numbers of machines and devices below one; None is no number.
 
     Raises:
-        ValueError: it holds a line break, which no job script can carry.
+        RecipeError: with the name that the command line has for it.
+    """
+    given = {"NODES": nodes, "NGPU": gpus_per_node}
+    problems = [
+        Problem(name, f"{number}; it must be at least 1")
+        for name, number in given.items()
+        if number is not None and number < 1
+    ]
+    if problems:
+        raise RecipeError(problems)
+
+
+def word(text: str | Path, key: str) -> str:
+    """``text`` as one shell word.
+
+    Args:
+        key: dotted key that it comes from.
+
+    Raises:
+        RecipeError: it holds a line break, which no job script can carry.
     """
     if "\n" in str(text):
-        raise ValueError(f"{str(text)!r} holds a line break; job scripts cannot carry one")
+        message = f"{shown(str(text))} holds a line break, which no job script can carry"
+        raise RecipeError([Problem(key, message, "write it in one line")])
     return shlex.quote(str(text))

@@ -43,7 +43,7 @@ def check(path: Path, overrides: list[str], ngpu: int | None) -> str:
     ready = Ready(path, overrides, ngpu, anywhere=True)
     from launch.summary import summarise
 
-    return summarise(ready.recipe, ready.ranks)
+    return summarise(ready.recipe, ready.target)
 
 
 def inspect(path: Path, overrides: list[str], sample: int) -> str:

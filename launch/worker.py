@@ -11,6 +11,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -20,6 +21,9 @@ from components.titan.story import narrate
 from launch.config.sources import read
 from launch.logs import configure
 from launch.rundir import RunDir
+
+if TYPE_CHECKING:
+    from components.core.recipe import Recipe
 
 
 @record
@@ -39,7 +43,7 @@ def main(run_dir: str) -> None:
     prepared = prepare(recipe, run.path, device, world_size)
     for note in prepared.notes:
         narrate(note)
-    with _explained(), prepared.build_and_close() as trainer:
+    with _explained(recipe), prepared.build_and_close() as trainer:
         if recipe.checkpoint.create_seed_checkpoint:
             trainer.save_seed()
         else:
@@ -62,30 +66,46 @@ def _stop_when_launcher_dies() -> None:
 
 
 @contextlib.contextmanager
-def _explained() -> Iterator[None]:
+def _explained(recipe: "Recipe") -> Iterator[None]:
     """Put failures into the rank's log, and out-of-memory into words."""
     try:
         yield
     except torch.OutOfMemoryError as error:
         logging.exception("out of device memory")
-        raise RuntimeError(explain_out_of_memory(error)) from error
+        raise RuntimeError(explain_out_of_memory(error, recipe)) from error
     except Exception:
         logging.exception("this rank failed")
         raise
 
 
-def explain_out_of_memory(error: BaseException) -> str:
-    """Name the device, its peak and the knobs that lower it."""
+def explain_out_of_memory(error: BaseException, recipe: "Recipe") -> str:
+    """Name the device, its peak, the batch and what would lower the peak."""
     device = torch.cuda.current_device()
     peak = torch.cuda.max_memory_allocated(device) / 2**30
     total = torch.cuda.get_device_properties(device).total_memory / 2**30
     return (
         f"out of DEVICE memory on {torch.cuda.get_device_name(device)} "
         f"(peak allocated {peak:.1f} of {total:.1f} GiB): {str(error).splitlines()[0]}\n"
-        "What lowers the peak, strongest first: components.full_recompute.enabled=true, "
-        "components.chunked_loss.enabled=true with more num_chunks, a smaller "
-        "training.local_batch_size or training.seq_len, more ranks."
+        f"{advice(recipe)}"
     )
+
+
+def advice(recipe: "Recipe") -> str:
+    """What lowers the peak of this recipe: components that are off, then the sizes it chose."""
+    from components.core.registry import component_types
+
+    off = [
+        f"components.{name}.enabled=true (less memory for {technique.relieves})"
+        for name, technique in component_types().items()
+        if technique.relieves and not getattr(recipe.components, name).enabled
+    ]
+    training = recipe.training
+    sizes = [
+        f"training.local_batch_size below {training.local_batch_size}",
+        f"training.seq_len below {training.seq_len}",
+        "more ranks",
+    ]
+    return "What lowers the peak: " + "; ".join(off + sizes) + "."
 
 
 if __name__ == "__main__":

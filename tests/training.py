@@ -1,10 +1,13 @@
 """Run small trainings in this process, for tests."""
 
+import contextlib
 import json
 import os
 import socket
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -13,6 +16,7 @@ import torchtitan.tools.utils
 import torchtitan.trainer
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+from components.core.base import Component
 from components.titan.build import prepare
 from components.titan.trainer import RecipeTrainer
 from launch.config.groups import RECIPES
@@ -69,28 +73,42 @@ def set_rank(rank: int, world_size: int, port: int) -> None:
     )
 
 
+@contextlib.contextmanager
+def without_pauses() -> Iterator[None]:
+    """Spare torchtitan's trainer, and nobody else, its two seconds of sleep after training."""
+    real = torchtitan.trainer.time
+    names = {name: getattr(time, name) for name in dir(time)}
+    quick: Any = SimpleNamespace(**names | {"sleep": lambda seconds: None})
+    torchtitan.trainer.time = quick
+    try:
+        yield
+    finally:
+        torchtitan.trainer.time = real
+
+
 def train(
     run_dir: Path,
     overrides: list[str],
     recipe: str = "quickstart",
     use: Use | None = None,
+    components: Sequence[Component] = (),
 ) -> Any:
     """Build a trainer in this process (rank and world from the environment) and use it.
 
     Args:
         run_dir: everything is written there; an existing checkpoint in it is continued.
         use: what to do with the trainer; trains it to the end by default.
+        components: further components, already built; only their hooks are called.
     """
-    # torchtitan sleeps two seconds at the end of training.
-    torchtitan.trainer.time.sleep = lambda seconds: None
     run_dir.mkdir(parents=True, exist_ok=True)
     if "RANK" not in os.environ:
         set_rank(0, 1, free_port())
     loaded = load_recipe(RECIPES / f"{recipe}.yaml", overrides)
     device = torchtitan.tools.utils.device_type
     prepared = prepare(loaded.recipe, run_dir, device, int(os.environ["WORLD_SIZE"]))
+    prepared.enabled.extend(components)
     try:
-        with prepared.build_and_close() as trainer:
+        with without_pauses(), prepared.build_and_close() as trainer:
             return (use or RecipeTrainer.train)(trainer)
     finally:
         if dist.is_initialized():

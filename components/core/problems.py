@@ -81,3 +81,9 @@ def did_you_mean(name: str, options: Iterable[str]) -> str:
     """``did you mean X?`` with up to three candidates, or an empty string."""
     found = nearest(name, options)
     return f"did you mean {' or '.join(found)}?" if found else ""
+
+
+def nearest_multiples(value: int, unit: int) -> str:
+    """The positive multiples of ``unit`` around ``value``, as "1024 or 1536"."""
+    down, up = value // unit * unit, -(-value // unit) * unit
+    return f"{down} or {up}" if down > 0 else str(up)

@@ -40,7 +40,7 @@ class Hardware:
     """What to book, for people: "h200", "b200", "any"."""
 
     memory: Bytes | None = None
-    """Memory of one device; null: whatever the device reports."""
+    """Memory of one device, for `make check`; null: not compared with anything."""
 
     def __post_init__(self) -> None:
         if self.ranks_per_node < 1:

@@ -9,9 +9,6 @@ from pathlib import Path
 import components
 from components.core.base import Component
 
-# Modules of the package that hold no technique.
-_NOT_TECHNIQUES = {"base", "problems", "recipe", "registry", "units"}
-
 
 @cache
 def component_types() -> dict[str, type[Component]]:
@@ -22,7 +19,7 @@ def component_types() -> dict[str, type[Component]]:
     """
     found: dict[str, type[Component]] = {}
     for module_info in pkgutil.iter_modules([str(Path(components.__file__).parent)]):
-        if module_info.ispkg or module_info.name in _NOT_TECHNIQUES:
+        if module_info.ispkg:
             continue
         module = importlib.import_module(f"components.{module_info.name}")
         own = [
@@ -54,10 +51,25 @@ def settings_class() -> type:
 
 
 def enabled_components(settings: object) -> list[Component]:
-    """Build the components that a bound ``components:`` section switches on.
+    """Build the components that a bound ``components:`` section switches on, in order of use.
 
     Args:
         settings: an instance of ``settings_class()``.
+
+    Raises:
+        RuntimeError: ``Component.after`` goes round in a circle.
     """
     configs = [getattr(settings, name) for name in component_types()]
-    return [config.build() for config in configs if config.enabled]
+    return in_order([config.build() for config in configs if config.enabled])
+
+
+def in_order(components_on: list[Component]) -> list[Component]:
+    """Alphabetical, except that each comes after those it names in ``after``."""
+    waiting = {component.name: component for component in components_on}
+    ordered: list[Component] = []
+    while waiting:
+        ready = [c for c in waiting.values() if not any(name in waiting for name in c.after)]
+        if not ready:
+            raise RuntimeError(f"components wait for each other: {', '.join(waiting)}")
+        ordered.append(waiting.pop(ready[0].name))
+    return ordered

@@ -6,7 +6,8 @@ import torch
 from torchtitan.models.common.moe import MoE
 from torchtitan.protocols.model_spec import ModelSpec
 
-# Part of a decoder -> what the names of its parameters contain; the first match wins.
+# Part of a decoder -> what the names of its parameters contain; the first match wins. A module
+# named "norm", or "..._norm", outside of them belongs to the residual stream.
 _PARTS = (
     ("embedding", "tok_embeddings."),
     ("lm_head", "lm_head."),
@@ -15,7 +16,6 @@ _PARTS = (
     ("router", ".moe.router."),
     ("attention", ".attention."),
     ("dense_ffn", ".feed_forward."),
-    ("norms", "norm."),
 )
 
 
@@ -44,31 +44,31 @@ class Counts:
     """Feed-forward layers without experts."""
     norms: int
     """Norms of the residual stream."""
+    other: int
+    """What is none of the above. 0 for a plain decoder."""
 
 
 def count_parameters(spec: ModelSpec) -> Counts:
-    """Count the parameters of ``spec``'s decoder on the meta device: no memory, any size.
-
-    Raises:
-        ValueError: a parameter belongs to none of the parts that ``Counts`` knows.
-    """
+    """Count the parameters of ``spec``'s decoder on the meta device: no memory, any size."""
     with torch.device("meta"):
         model = spec.model.build()
     tied = getattr(model, "enable_weight_tying", False)
-    parts = dict.fromkeys((part for part, _ in _PARTS), 0)
+    parts = dict.fromkeys((*(part for part, _ in _PARTS), "norms", "other"), 0)
     for name, parameter in model.named_parameters():
-        part = _part_of(name, spec.name)
+        part = _part_of(name)
         parts["lm_head" if tied and part == "embedding" else part] += parameter.numel()
     idle = sum(_idle_parameters(module) for module in model.modules() if isinstance(module, MoE))
     total = sum(parts.values())
     return Counts(total=total, active_per_token=total - parts["embedding"] - idle, **parts)
 
 
-def _part_of(name: str, model_name: str) -> str:
+def _part_of(name: str) -> str:
     for part, marker in _PARTS:
         if marker in name:
             return part
-    raise ValueError(f"parameter {name!r} of model {model_name!r} belongs to no part of a decoder")
+    module = name.split(".")[-2:-1]
+    is_norm = bool(module) and (module[0] == "norm" or module[0].endswith("_norm"))
+    return "norms" if is_norm else "other"
 
 
 def _idle_parameters(moe: MoE) -> int:

@@ -1,15 +1,20 @@
 """Models of torchtitan's own library, chosen by family and flavor."""
 
 import importlib
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal, cast
+from functools import cache
+from typing import TYPE_CHECKING, Literal, cast
 
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.protocols.model_spec import ModelSpec
 
 from components.core.problems import did_you_mean
 from components.models.settings import Finding, ModelSettings, TitanAttention
+
+if TYPE_CHECKING:
+    from components.core.recipe import Recipe
 
 TitanFamily = Literal["deepseek_v3", "gpt_oss", "llama3", "qwen3"]
 
@@ -20,6 +25,21 @@ _FLAVOR_TABLES: dict[str, str] = {
     "llama3": "llama3_configs",
     "qwen3": "qwen3_configs",
 }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Shape:
+    vocab_size: int
+    max_seq_len: int
+    n_layers: int
+    n_experts: int | None
+
+
+# Stands for a model that does not exist: nothing is too much for it, so that the one complaint
+# about it is that of ``TitanModel.check``.
+_NO_MODEL = _Shape(
+    vocab_size=sys.maxsize, max_seq_len=sys.maxsize, n_layers=sys.maxsize, n_experts=None
+)
 
 
 def flavors(family: TitanFamily) -> list[str]:
@@ -45,23 +65,27 @@ class TitanModel(ModelSettings):
     @property
     def vocab_size(self) -> int:
         """Rows of each vocabulary matrix."""
-        return self._decoder().vocab_size
+        return self._shape().vocab_size
 
     @property
     def max_seq_len(self) -> int:
         """Longest sequence that the model's rotary embedding is defined for, in tokens."""
-        return self._decoder().max_seq_len
+        return self._shape().max_seq_len
 
     @property
     def n_layers(self) -> int:
         """Decoder layers."""
-        return len(self._decoder().layers)
+        return self._shape().n_layers
+
+    @property
+    def n_experts(self) -> int | None:
+        """Routed experts in each layer that has any; None for a dense model."""
+        return self._shape().n_experts
 
     def build_spec(self, attention: TitanAttention) -> ModelSpec:
         """See ``ModelSettings.build_spec``."""
         self.refuse_problems()
-        package = importlib.import_module(f"torchtitan.models.{self.family}")
-        return package.model_registry(self.flavor, attn_backend=attention)
+        return _spec(self.family, self.flavor, attention)
 
     def check(self) -> list[Finding]:
         """See ``ModelSettings.check``."""
@@ -76,8 +100,36 @@ class TitanModel(ModelSettings):
             found.append(("model.flavor", message + _choices(self.flavor, known)))
         return found
 
-    def _decoder(self) -> Decoder.Config:
-        return cast(Decoder.Config, self.build_spec("flex").model)
+    def check_run(self, recipe: "Recipe") -> list[Finding]:
+        """See ``ModelSettings.check_run``."""
+        if self.family == "gpt_oss" and recipe.training.mixed_precision_param == "float32":
+            message = (
+                "'float32' fails in torchtitan's gpt-oss experts, which always return bfloat16; "
+                "use bfloat16"
+            )
+            return [("training.mixed_precision_param", message)]
+        return []
+
+    def _shape(self) -> _Shape:
+        known = self.family in _FLAVOR_TABLES and self.flavor in flavors(self.family)
+        return _shape_of(self.family, self.flavor) if known else _NO_MODEL
+
+
+def _spec(family: TitanFamily, flavor: str, attention: TitanAttention) -> ModelSpec:
+    package = importlib.import_module(f"torchtitan.models.{family}")
+    return package.model_registry(flavor, attn_backend=attention)
+
+
+@cache
+def _shape_of(family: TitanFamily, flavor: str) -> _Shape:
+    decoder = cast(Decoder.Config, _spec(family, flavor, "flex").model)
+    moes = [layer.moe for layer in decoder.layers if layer.moe is not None]
+    return _Shape(
+        vocab_size=decoder.vocab_size,
+        max_seq_len=decoder.max_seq_len,
+        n_layers=len(decoder.layers),
+        n_experts=moes[0].num_experts if moes else None,
+    )
 
 
 def _choices(value: str, options: Iterable[str]) -> str:

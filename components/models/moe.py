@@ -1,13 +1,17 @@
 """Mixture-of-experts decoders with grouped-query attention: settings and their checks."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from torchtitan.protocols.model_spec import ModelSpec
 
+from components.core.problems import nearest_multiples
 from components.core.units import Tokens
 from components.models.moe_spec import build_moe_spec
 from components.models.settings import Finding, ModelSettings, TitanAttention
+
+if TYPE_CHECKING:
+    from components.core.recipe import Recipe
 
 _AT_LEAST_ONE = (
     "n_layers",
@@ -127,6 +131,17 @@ class MoEModel(ModelSettings):
             problems = self._check_attention() + self._check_experts() + self._check_dense()
         return problems
 
+    def check_run(self, recipe: "Recipe") -> list[Finding]:
+        """See ``ModelSettings.check_run``."""
+        alone = recipe.parallelism.expert_parallel_degree == 1
+        if self.comm_backend == "standard" or not alone:
+            return []
+        message = (
+            f"{self.comm_backend!r} exchanges tokens between expert-parallel ranks; there is only "
+            "one; use 'standard', or parallelism.expert_parallel_degree 2 or more"
+        )
+        return [("model.comm_backend", message)]
+
     def _check_ranges(self) -> list[Finding]:
         found = [
             (f"model.{name}", f"{getattr(self, name)} is too small; legal: 1 or more")
@@ -195,13 +210,12 @@ class MoEModel(ModelSettings):
         for name in ("dim", "expert_hidden_dim"):
             width = getattr(self, name)
             if width % _GROUPED_MM_ROW:
-                below = width - width % _GROUPED_MM_ROW
-                near = [str(n) for n in (below, below + _GROUPED_MM_ROW) if n]
                 found.append(
                     (
                         f"model.{name}",
                         f"{width} does not suit the experts' grouped matrix multiplication; "
-                        f"legal: a multiple of {_GROUPED_MM_ROW}, such as {' or '.join(near)}",
+                        f"legal: a multiple of {_GROUPED_MM_ROW}, such as "
+                        f"{nearest_multiples(width, _GROUPED_MM_ROW)}",
                     )
                 )
         return found

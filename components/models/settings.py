@@ -6,6 +6,9 @@ from typing import TYPE_CHECKING, Literal
 
 from torchtitan.protocols.model_spec import ModelSpec
 
+if TYPE_CHECKING:
+    from components.core.recipe import Recipe
+
 Finding = tuple[str, str]
 """A dotted configuration key; what is wrong with its value, and which values are legal."""
 
@@ -17,8 +20,9 @@ TitanAttention = Literal["flex", "varlen"]
 class ModelSettings(ABC):
     """The ``model`` section of a recipe.
 
-    Subclasses provide ``vocab_size`` (rows of each vocabulary matrix), ``max_seq_len`` (tokens)
-    and ``n_layers`` as fields or as properties.
+    Subclasses provide ``vocab_size`` (rows of each vocabulary matrix), ``max_seq_len`` (tokens),
+    ``n_layers`` and ``n_experts`` (routed experts per layer, None for a dense model) as fields or
+    as properties. Reading them must not fail, whatever ``check`` has to say.
     """
 
     attention: AttentionChoice = "auto"
@@ -37,6 +41,8 @@ class ModelSettings(ABC):
         def max_seq_len(self) -> int: ...
         @property
         def n_layers(self) -> int: ...
+        @property
+        def n_experts(self) -> int | None: ...
 
     @abstractmethod
     def build_spec(self, attention: TitanAttention) -> ModelSpec:
@@ -57,6 +63,10 @@ class ModelSettings(ABC):
                 "legal: false, or model.attention 'auto' or 'flex'"
             )
             return [("model.flex_autotune", message)]
+        return []
+
+    def check_run(self, recipe: "Recipe") -> list[Finding]:
+        """List every problem between this model and the rest of its recipe."""
         return []
 
     def refuse_problems(self) -> None:

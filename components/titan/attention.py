@@ -11,8 +11,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
-from torchtitan.config import override
-from torchtitan.config.override import derive
+from torchtitan.config import derive, override
 from torchtitan.models.common.attention import FlexAttention
 from torchtitan.tools.utils import get_cuda_flash_attention_impl
 
@@ -49,6 +48,22 @@ def _require_flash_attention_3() -> None:
         )
 
 
+def refuse_unknown(arguments: dict[str, Any]) -> None:
+    """Raise on arguments that a replacement would have to leave out of the computation.
+
+    torchtitan's decoders pass ``attention_masks``, ``scale``, ``enable_gqa`` and ``out_transform``.
+
+    Raises:
+        TypeError: there is any.
+    """
+    if arguments:
+        raise TypeError(
+            f"model.attention: the model passes {', '.join(arguments)} to its attention, which "
+            "'sdpa' and 'flex' cannot honour; on a GPU, torchtitan's own attention takes it: "
+            "model.attention=flex model.flex_autotune=true"
+        )
+
+
 class SdpaAttention(FlexAttention):
     """``scaled_dot_product_attention`` under FlexAttention's mask. Runs on any device."""
 
@@ -67,13 +82,14 @@ class SdpaAttention(FlexAttention):
         out_transform: OutTransform | None = None,
         score_mod: Any = None,
         enable_gqa: bool = False,
-        **unused: Any,
+        **others: Any,
     ) -> torch.Tensor:
         """Attention over (B, L, heads, H) tensors; returns (B, Lq, N, H).
 
         ``out_transform`` (attention sinks) needs the log-sum-exp, which torch's op does not give:
         the dense fp32 path serves it.
         """
+        refuse_unknown(others)
         if score_mod is not None:
             raise ValueError("model.attention: 'sdpa' cannot apply a score_mod; use 'flex'")
         q, k, v = (t.transpose(1, 2) for t in (q_BLNH, k_BLNH, v_BLNH))
@@ -111,9 +127,10 @@ class QuickFlexAttention(FlexAttention):
         scale: float | None = None,
         enable_gqa: bool = False,
         out_transform: OutTransform | None = None,
-        **unused: Any,
+        **others: Any,
     ) -> torch.Tensor:
         """Attention over (B, L, heads, H) tensors; returns (B, Lq, N, H)."""
+        refuse_unknown(others)
         out, aux = QuickFlexAttention._quick(
             q_BLNH.transpose(1, 2),
             k_BLNH.transpose(1, 2),

@@ -1,6 +1,7 @@
 """A typed recipe becomes torchtitan's ``Trainer.Config``: the only translation in the project."""
 
 import contextlib
+import copy
 import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -67,19 +68,23 @@ def prepare(recipe: Recipe, run_dir: Path, device: str, world_size: int) -> Run:
     Raises:
         ValueError: two components claim the same seam, or one matches nothing.
     """
+    # Components may edit what they are given; the recipe on record must stay what the user wrote.
+    recipe = copy.deepcopy(recipe)
     notes: list[str] = []
     backend = attention.resolve_attention(recipe.model.attention, device)
     notes.append(f"attention: {backend}" + _because(recipe.model.attention, device))
     config = _stock_config(recipe, run_dir, backend)
     plan = RunPlan(recipe, config, device, world_size)
     _choose_attention(plan, backend)
-    if device == "cpu":
-        _make_gloo_safe(plan)
     expert_load = ExpertLoad()
     plan.after_optimizer(expert_load.attach, first=True)
     enabled = enabled_components(recipe.components)
     for component in enabled:
         component.apply(plan)
+    if device == "cpu":
+        # Outermost, so that modules which components shard are made safe as well.
+        _make_gloo_safe(plan)
+    plan.finish()
     names = ", ".join(component.name for component in enabled) or "none"
     notes.append(f"components: {names}")
     type(config).__post_init__(config)
@@ -135,16 +140,16 @@ def _validator(recipe: Recipe) -> Validator.Config:
 
 def _choose_attention(plan: RunPlan, backend: str) -> None:
     if backend == "sdpa":
-        plan.override(attention.sdpa)
+        plan.default_override(attention.sdpa)
     elif backend == "flex" and not plan.recipe.model.flex_autotune:
-        plan.override(attention.quick_flex)
+        plan.default_override(attention.quick_flex)
 
 
 def _make_gloo_safe(plan: RunPlan) -> None:
     """gloo knows neither FSDP's scaled sums nor the list form of all-to-all."""
     plan.wrap_parallelize(_force_sum_reduction)
-    if plan.recipe.parallelism.expert_parallel_degree > 1 and plan.matches(dispatch.gloo):
-        plan.override(dispatch.gloo)
+    if plan.recipe.parallelism.expert_parallel_degree > 1:
+        plan.default_override(dispatch.gloo)
 
 
 def _force_sum_reduction(parallelize: ParallelizeFn) -> Callable[..., nn.Module]:

@@ -1,5 +1,6 @@
 """Checkpoints: torchtitan's manager with resume, a save on demand and a readable refusal."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from torchtitan.components.checkpointer import CheckpointManager
 from torchtitan.tools import filesystem
 
 from components.core.units import Count
+from components.titan.story import narrate
 
 # More than this many differing tensors are counted, not listed.
 _LISTED = 12
@@ -45,6 +47,10 @@ class RunCheckpoints(CheckpointManager):
 
     _forced: bool = False
 
+    def __init__(self, config: Config, **kwargs: Any) -> None:
+        self.before_save: list[Callable[[], None]] = []
+        super().__init__(config, **kwargs)
+
     def save_now(self, step: int) -> None:
         """Write a complete, resumable checkpoint of ``step`` whatever the interval says.
 
@@ -60,6 +66,12 @@ class RunCheckpoints(CheckpointManager):
         self.maybe_wait_for_staging()
         self.maybe_wait_for_saving()
 
+    def _save(self, curr_step: int, last_step: bool = False) -> bool:
+        if self._should_save(curr_step, last_step):
+            for prepare in self.before_save:
+                prepare()
+        return super()._save(curr_step, last_step)
+
     def _should_save(self, curr_step: int, last_step: bool = False) -> bool:
         return self._forced or super()._should_save(curr_step, last_step)
 
@@ -71,8 +83,11 @@ class RunCheckpoints(CheckpointManager):
         Raises:
             ValueError: tensors are missing or have another shape; all of them are named.
         """
-        if not from_hf and not filesystem.is_remote(checkpoint_id):
-            refuse_other_model(state_dict, Path(checkpoint_id))
+        if not from_hf:
+            if filesystem.is_remote(checkpoint_id):
+                narrate(f"checkpoint: {checkpoint_id} is remote; its tensors are not compared")
+            else:
+                refuse_other_model(state_dict, Path(checkpoint_id))
         super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
 
 
@@ -107,5 +122,7 @@ def refuse_other_model(state_dict: dict[str, Any], checkpoint: Path) -> None:
         rest = f"\n  ... and {more} more" if more > 0 else ""
         raise ValueError(
             f"checkpoint: {checkpoint} belongs to another model "
-            f"({len(differences)} tensors differ):\n  {shown}{rest}"
+            f"({len(differences)} tensors differ):\n  {shown}{rest}\n"
+            "to load another checkpoint, change checkpoint.initial_load_path; to load this one, "
+            "give model the sizes it was saved with"
         )

@@ -5,14 +5,17 @@ several of its modules copy the result. ``use_device`` therefore has to run befo
 torchtitan module is imported. This is the project's only patch of torchtitan.
 """
 
-import os
 import platform
 import sys
+from functools import cache
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Literal
 
 import torch
+
+from components.core import host
+from components.titan.story import narrate
 
 DeviceKind = Literal["auto", "cpu", "cuda"]
 
@@ -48,19 +51,17 @@ def reset_peak_resident_bytes() -> None:
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:
-        # Some containers forbid it; the peak is then the peak since the process started.
-        return
+        # Some containers forbid it.
+        _tell_of_one_interval()
 
 
-def host_memory_bytes() -> int:
-    """Memory this process may use, in bytes: the machine's, or the cgroup's limit if lower."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit_file = Path("/sys/fs/cgroup/memory.max")
-    try:
-        limit = limit_file.read_text().strip()
-    except OSError:
-        return total
-    return min(total, int(limit)) if limit.isdigit() else total
+@cache
+def _tell_of_one_interval() -> None:
+    """Said once; every step asks for a new interval."""
+    narrate(
+        "memory: /proc/self/clear_refs cannot be written here, so the peak reported is the peak "
+        "since the process started, not of each step"
+    )
 
 
 class CpuDevice(ModuleType):
@@ -108,7 +109,7 @@ class CpuDevice(ModuleType):
 
     @staticmethod
     def get_device_properties(device: object = None) -> SimpleNamespace:
-        return SimpleNamespace(name="CPU", total_memory=host_memory_bytes())
+        return SimpleNamespace(name="CPU", total_memory=host.memory_total())
 
     @staticmethod
     def reset_peak_memory_stats(device: object = None) -> None:

@@ -58,6 +58,7 @@ class RunMetrics(MetricsProcessor):
     def __init__(self, config: Config, **kwargs: Any) -> None:
         super().__init__(config, **kwargs)
         self.total_steps = 0
+        self.glossary = dict(GLOSSARY)
         self.sources: list[Callable[[], dict[str, float]]] = []
         self._steps_since_last_log = 0
         self._started_at: tuple[int, float] | None = None
@@ -98,6 +99,9 @@ class RunMetrics(MetricsProcessor):
         }
         for source in self.sources:
             scalars.update(source())
+        undescribed = scalars.keys() - self.glossary.keys()
+        if undescribed:
+            raise ValueError(f"scalars without a line in a glossary: {sorted(undescribed)}")
         self._record(step, scalars)
         narrate(self._line(step, scalars))
         self._advance_bar(step)

@@ -36,6 +36,16 @@ class AdamWSettings:
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas are {self.betas}; both must be at least 0 and below 1")
 
+    def bytes_per_parameter(self, dtype: str) -> int:
+        """Device bytes of one parameter, its gradient and its two moments.
+
+        Args:
+            dtype: ``training.dtype``, in which parameters and gradients are kept.
+        """
+        width = {"float32": 4, "bfloat16": 2}[dtype]
+        moment = 2 if self.implementation == "fused_opt_states_bf16" else width
+        return 2 * width + 2 * moment
+
     def container(self) -> OptimizersContainer.Config:
         """torchtitan's config: one group per ``no_decay`` pattern, then all other parameters."""
         plain: dict[str, Any] = {"lr": self.lr, "betas": self.betas, "eps": self.eps}

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 import torch.nn as nn
 from torchtitan.components.loss import BaseLoss
 from torchtitan.components.optimizer import OptimizersContainer
-from torchtitan.config import override as override_module  # noqa: F401  (registers the registry)
 from torchtitan.config.override import _REGISTRY
 from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing
 from torchtitan.protocols.model import BaseModel
@@ -39,6 +38,8 @@ class RunPlan:
         self.device = device
         self.world_size = world_size
         self._owners: dict[str, str] = {}
+        self._replaced: set[str] = set()
+        self._defaults: list[Callable] = []
 
     @property
     def spec(self) -> ModelSpec:
@@ -66,24 +67,61 @@ class RunPlan:
         self._claim("the optimizer", owner)
         self.config.optimizer = optimizer
 
-    def override(self, factory: Callable, **kwargs: Any) -> None:
+    def override(self, owner: str, factory: Callable, **kwargs: Any) -> None:
         """Swap parts of the model with a torchtitan ``@override`` factory.
 
+        Args:
+            owner: name of the component.
+            factory: decorated with ``@override``; ``kwargs`` are handed to it.
+
         Raises:
-            ValueError: the override matches nothing in this run, so it would do nothing.
+            ValueError: it matches nothing in this run, or a part that another component replaces.
         """
-        target = f"{factory.__module__}.{factory.__name__}"
-        if not self.matches(factory):
-            raise ValueError(f"override {target} matches no part of model {self.spec.flavor!r}")
+        nodes = self._nodes(factory)
+        if not nodes:
+            message = f"replaces no part of model {self.spec.name!r} ({_target(factory)})"
+            raise ValueError(f"components.{owner} {message}")
+        for fqn in nodes:
+            self._claim(fqn, owner)
+        self._replaced |= set(nodes)
+        target = _target(factory)
         self.config.override.imports.append((target, kwargs) if kwargs else target)
+
+    def default_override(self, factory: Callable) -> None:
+        """Swap the parts that no component replaces; done when all components have been applied."""
+        self._defaults.append(factory)
 
     def matches(self, factory: Callable) -> bool:
         """Whether an ``@override`` factory would replace anything in this run."""
-        entry = _REGISTRY[f"{factory.__module__}.{factory.__name__}"]
-        return any(
-            entry.matches(fqn) and (not entry.exact or type(config) is entry.target_cls)
-            for fqn, config, _, _ in self.config.traverse(entry.target_cls)
-        )
+        return bool(self._nodes(factory))
+
+    def finish(self) -> None:
+        """Apply the default overrides to what is left. Call once, after the components."""
+        for factory in self._defaults:
+            entry, target = _REGISTRY[_target(factory)], _target(factory)
+            free = []
+            for fqn, (config, parent, attribute) in self._nodes(factory, everywhere=True).items():
+                if fqn in self._replaced:
+                    continue
+                if any(fqn.startswith(f"{claimed}.") for claimed in self._replaced):
+                    # torchtitan allows no override inside an overridden part: change it in place.
+                    _put(parent, attribute, entry.factory(config))
+                else:
+                    free.append(fqn)
+            if free:
+                # torchtitan selects by pattern; a plain name is the pattern of itself.
+                _REGISTRY[target] = dataclasses.replace(entry, fqns=free)
+                self.config.override.imports.append(target)
+
+    def _nodes(self, factory: Callable, everywhere: bool = False) -> dict[str, Any]:
+        """Name -> (config, parent, attribute) of the parts that a factory replaces."""
+        entry = _REGISTRY[_target(factory)]
+        return {
+            fqn: (config, parent, attribute)
+            for fqn, config, parent, attribute in self.config.traverse(entry.target_cls)
+            if (everywhere or entry.matches(fqn))
+            and (not entry.exact or type(config) is entry.target_cls)
+        }
 
     def wrap_parallelize(self, wrap: Callable[[ParallelizeFn], ParallelizeFn]) -> None:
         """Run code around the model's ``parallelize_fn`` (before or after FSDP is applied)."""
@@ -113,3 +151,15 @@ class RunPlan:
                 f"components.{owner} and components.{holder} both replace {seam}; "
                 "switch one of them off"
             )
+
+
+def _target(factory: Callable) -> str:
+    """The name under which torchtitan knows an ``@override`` factory."""
+    return f"{factory.__module__}.{factory.__name__}"
+
+
+def _put(parent: Any, attribute: str | int, value: Any) -> None:
+    if isinstance(attribute, int):
+        parent[attribute] = value
+    else:
+        setattr(parent, attribute, value)

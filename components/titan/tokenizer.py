@@ -1,8 +1,8 @@
 """``data.tokenizer`` as torchtitan's tokenizer config."""
 
-from torchtitan.components.tokenizer import BaseTokenizer, HuggingFaceTokenizer
+from torchtitan.components.tokenizer import BaseTokenizer
 
-from data.tokenizer import BYTE, ByteTokenizer, build_tokenizer, tokenizer_problems
+from data.tokenizer import build_tokenizer, config_of, tokenizer_problems
 
 
 def tokenizer_config(name: str) -> tuple[BaseTokenizer.Config, str]:
@@ -11,8 +11,7 @@ def tokenizer_config(name: str) -> tuple[BaseTokenizer.Config, str]:
     Args:
         name: "byte" or a directory with tokenizer.json.
     """
-    config = ByteTokenizer.Config() if name == BYTE else HuggingFaceTokenizer.Config()
-    return config, name
+    return config_of(name), name
 
 
 def vocabulary_size(name: str) -> int | None:

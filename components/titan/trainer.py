@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torchtitan.trainer import Trainer
 
-from components.core.base import Component
+from components.core.base import Component, Inputs
 from components.titan.checkpoint import RunCheckpoints
 from components.titan.expert_load import ExpertLoad
 from components.titan.metrics import RunMetrics
@@ -18,7 +18,7 @@ from data.loader import PackedLoader
 
 
 class RecipeTrainer(Trainer):
-    """``torchtitan.Trainer`` plus: components' metrics, stop on a signal, random numbers by step.
+    """``torchtitan.Trainer`` plus: components' hooks, stop on a signal, random numbers by step.
 
     Attributes:
         stopped_by: signal number that ended training early, or None.
@@ -28,9 +28,6 @@ class RecipeTrainer(Trainer):
     class Config(Trainer.Config):
         checkpoint: RunCheckpoints.Config = field(default_factory=RunCheckpoints.Config)
         metrics: RunMetrics.Config = field(default_factory=RunMetrics.Config)
-
-        def __post_init__(self) -> None:
-            Trainer.Config.__post_init__(self)
 
     metrics_processor: RunMetrics
     checkpointer: RunCheckpoints
@@ -47,7 +44,10 @@ class RecipeTrainer(Trainer):
         self.metrics_processor.total_steps = config.training.steps
         self.metrics_processor.sources.append(expert_load.metrics)
         for component in enabled:
+            self.metrics_processor.glossary.update(component.scalars)
             self.metrics_processor.sources.append(partial(component.metrics, self))
+            self.checkpointer.before_save.append(partial(component.before_save, self))
+            component.on_built(self)
 
     def train(self) -> None:
         """Train until the last step, the end of the data, or a signal."""
@@ -67,7 +67,32 @@ class RecipeTrainer(Trainer):
 
     def train_step(self, data_iterator: Any) -> None:
         self._seed_step()
+        for component in self.enabled:
+            component.before_step(self)
         super().train_step(data_iterator)
+        for component in self.enabled:
+            component.after_step(self)
+
+    def forward_backward_step(self, **batch: Any) -> torch.Tensor:
+        for component in self.enabled:
+            component.before_microbatch(self)
+        loss = super().forward_backward_step(**batch)
+        for component in self.enabled:
+            component.after_microbatch(self)
+        return loss
+
+    def post_dataloading_process(
+        self, input_dict: dict[str, torch.Tensor], labels: torch.Tensor
+    ) -> Inputs:
+        inputs = super().post_dataloading_process(input_dict, labels)
+        for component in self.enabled:
+            inputs = component.prepare_inputs(self, inputs)
+        return inputs
+
+    def close(self) -> None:
+        for component in getattr(self, "enabled", []):
+            component.close()
+        super().close()
 
     def should_continue_training(self) -> bool:
         if not super().should_continue_training():

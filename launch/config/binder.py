@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 from components.core.problems import Problem, shown
 from launch.config.schema import hints_of, init_fields, section_class
-from launch.config.targets import TARGET, locate
+from launch.config.targets import TARGET, locate, refuse_name
 from launch.config.wording import (
     NoneType,
     advice,
@@ -124,19 +124,17 @@ class Binder:
 
     def _bind_target(self, tp: Any, value: dict, path: str) -> Any:
         key = _join(path, TARGET)
-        cls = locate(value[TARGET], key)
+        # A value of any type is plain data; a class can only stand where its base is declared.
+        bases = tuple(option for option in alternatives(tp) if is_section(option))
+        cls = locate(value[TARGET], key) if bases else refuse_name(value[TARGET], key)
         if isinstance(cls, Problem):
             self.problems.append(cls)
             return BAD
-        legal = [
-            option
-            for option in alternatives(tp)
-            if is_anything(option) or (_is_class(option) and issubclass(cls, option))
-        ]
-        if not legal:
+        if cls is None or not issubclass(cls, bases):
             message = f"{value[TARGET]!r} does not belong here"
-            if not is_section(tp):
-                message += f"; this key takes {describe(tp)}"
+            if not bases:
+                takes = "plain values" if is_anything(tp) else describe(tp)
+                message += f"; this key takes {takes}"
             self.problems.append(Problem(key, message))
             return BAD
         rest = {name: item for name, item in value.items() if name != TARGET}

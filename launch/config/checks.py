@@ -3,22 +3,28 @@
 Each rule yields problems; all rules run, so that a user sees everything at once.
 """
 
+import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from torchtitan.config.override import apply_overrides
 from torchtitan.distributed import ParallelDims
 
-from components.core.problems import Problem, RecipeError, shown
+from components.core.base import Target
+from components.core.problems import Problem, RecipeError, nearest_multiples, shown
 from components.core.recipe import Recipe
-from components.core.registry import component_types, enabled_components
+from components.core.registry import enabled_components
 from components.titan.attention import resolve_attention
 from components.titan.build import prepare
 from components.titan.tokenizer import vocabulary_size
 from launch.config.combinations import check_combinations
 from launch.config.origins import place_of
 from launch.config.schema import walk
+
+# torch shards block masks over context ranks in whole blocks of this many tokens.
+MASK_BLOCK = 128
 
 Rule = Callable[[Recipe, int], Iterator[Problem]]
 
@@ -46,12 +52,16 @@ def check_recipe(
     Raises:
         RecipeError: all problems found.
     """
+    target = Target(device, world_size, recipe.hardware.memory)
+    problems: list[Problem] = []
     if world_size < 1:
         problems = [Problem("hardware.ranks", f"{world_size} ranks; it must be at least 1")]
     else:
         problems = [problem for rule in RULES for problem in rule(recipe, world_size)]
         problems += _device_rules(recipe, device)
-        problems = problems or list(_torchtitan(recipe, world_size, device))
+    # What follows computes with the values checked so far.
+    problems = problems or list(_components(recipe, target))
+    problems = problems or list(_torchtitan(recipe, world_size, device))
     if problems:
         places = origins or {}
         raise RecipeError([replace(p, where=p.where or place_of(places, p.path)) for p in problems])
@@ -59,6 +69,11 @@ def check_recipe(
 
 def _model(recipe: Recipe, world_size: int) -> Iterator[Problem]:
     for key, message in recipe.model.check():
+        yield Problem(key, message)
+
+
+def _model_in_run(recipe: Recipe, world_size: int) -> Iterator[Problem]:
+    for key, message in recipe.model.check_run(recipe):
         yield Problem(key, message)
 
 
@@ -92,19 +107,29 @@ def _lengths(recipe: Recipe, world_size: int) -> Iterator[Problem]:
     if seq_len > longest:
         message = f"{seq_len} is longer than model.max_seq_len {longest}"
         yield Problem("training.seq_len", message, f"use at most {longest}, or raise the model's")
+    unit, because = sequence_unit(recipe)
+    if seq_len % unit:
+        yield Problem(
+            "training.seq_len",
+            f"{seq_len} is not a multiple of {unit} ({because})",
+            f"nearest legal: {nearest_multiples(seq_len, unit)}",
+        )
+
+
+def sequence_unit(recipe: Recipe) -> tuple[int, str]:
+    """What sequences must be a multiple of, and why.
+
+    Sequence parallelism cuts a sequence evenly; context parallelism cuts it into two parts per rank
+    (head and tail, for balance) and its attention masks into whole blocks.
+    """
     parallel = recipe.parallelism
     tp = parallel.tensor_parallel_degree if parallel.enable_sequence_parallel else 1
     cp = parallel.context_parallel_degree
-    divisor = max(tp, 1) * (2 * cp if cp > 1 else 1)
-    if seq_len % divisor:
-        down, up = seq_len // divisor * divisor, -(-seq_len // divisor) * divisor
-        parts = [f"tensor_parallel_degree {tp}"] if tp > 1 else []
-        parts += [f"2 x context_parallel_degree {cp}"] if cp > 1 else []
-        yield Problem(
-            "training.seq_len",
-            f"{seq_len} is not a multiple of {divisor} ({' x '.join(parts)})",
-            f"nearest legal: {f'{down} or ' if down else ''}{up}",
-        )
+    unit, reasons = max(tp, 1), [f"tensor_parallel_degree {tp}"] if tp > 1 else []
+    if cp > 1:
+        unit = math.lcm(unit * 2 * cp, cp * MASK_BLOCK)
+        reasons.append(f"context_parallel_degree {cp} x blocks of {MASK_BLOCK} tokens")
+    return unit, " and ".join(reasons)
 
 
 def _degrees(recipe: Recipe, world_size: int) -> Iterator[Problem]:
@@ -158,7 +183,7 @@ def _expert_degree(recipe: Recipe, world_size: int) -> Iterator[Problem]:
             f"{ep} does not divide the {_ranks(sparse)} of one replica",
             f"legal: {legal}",
         )
-    experts = getattr(recipe.model, "n_experts", None)
+    experts = recipe.model.n_experts
     if experts and experts % ep:
         legal = ", ".join(str(n) for n in range(1, sparse + 1) if sparse % n == experts % n == 0)
         yield Problem(
@@ -237,19 +262,19 @@ def _validation(recipe: Recipe, world_size: int) -> Iterator[Problem]:
         yield Problem("validation.batches", message)
 
 
-def _components(recipe: Recipe, world_size: int) -> Iterator[Problem]:
+def _components(recipe: Recipe, target: Target) -> Iterator[Problem]:
     enabled = enabled_components(recipe.components)
-    names = {component.name for component in enabled}
+    names = [component.name for component in enabled]
     for component in enabled:
         for needed in component.requires:
             if needed not in names:
                 hint = f"set components.{needed}.enabled=true"
                 yield Problem(component.path, f"needs components.{needed}, which is off", hint)
         for other in component.excludes:
-            if other in names and other in component_types():
+            if other in names:
                 hint = "switch one of them off"
                 yield Problem(component.path, f"cannot be on with components.{other}", hint)
-        yield from component.check(recipe)
+        yield from component.check(recipe, target)
 
 
 def _device_rules(recipe: Recipe, device: str) -> list[Problem]:
@@ -272,6 +297,7 @@ def _torchtitan(recipe: Recipe, world_size: int, device: str) -> Iterator[Proble
     try:
         run = prepare(recipe, Path(recipe.output_dir), device, world_size)
         run.config.model_spec.model.update_from_config(config=run.config)
+        apply_overrides(run.config.override, run.config)
     except (ValueError, NotImplementedError, AssertionError) as error:
         # torchtitan speaks of its own command line: --training.steps.
         text = re.sub(r"--(?=[a-z_]+\.)", "", str(error)) or type(error).__name__
@@ -293,6 +319,6 @@ def _key_named_in(text: str) -> str:
 
 
 RULES: tuple[Rule, ...] = (
-    _model, _data, _vocabulary, _lengths, _degrees, _batches, _schedule, _cuda_graphs,
-    _validation, _folders, _components, check_combinations,
+    _model, _model_in_run, _data, _vocabulary, _lengths, _degrees, _batches, _schedule,
+    _cuda_graphs, _validation, _folders, check_combinations,
 )  # fmt: skip

@@ -1,5 +1,6 @@
 """Values that refer to others (``${section.key}``) or are still missing (``???``)."""
 
+import re
 from collections.abc import Iterator
 from typing import Any, cast
 
@@ -12,6 +13,8 @@ from omegaconf.errors import (
 
 from components.core.problems import Problem, RecipeError, nearest
 from launch.config.origins import place_of
+
+_FROM_ENVIRONMENT = re.compile(r"\$\{\s*oc\.env\b")
 
 
 def resolve(config: DictConfig, origins: dict[str, str], unset: list[str]) -> dict[str, Any]:
@@ -43,6 +46,9 @@ def _open_values(node: Any, prefix: str, origins: dict[str, str]) -> Iterator[Pr
         if OmegaConf.is_missing(node, key):
             yield _missing(path, origins)
             continue
+        if OmegaConf.is_interpolation(node, key) and _reads_environment(node, key):
+            yield _environment(path, where)
+            continue
         try:
             value = node[key]
         except OmegaConfBaseException as error:
@@ -51,6 +57,17 @@ def _open_values(node: Any, prefix: str, origins: dict[str, str]) -> Iterator[Pr
             continue
         if OmegaConf.is_config(value) and not OmegaConf.is_interpolation(node, key):
             yield from _open_values(value, path, origins)
+
+
+def _reads_environment(node: Any, key: Any) -> bool:
+    written = cast(Any, OmegaConf.to_container(node, resolve=False))[key]
+    return _FROM_ENVIRONMENT.search(str(written)) is not None
+
+
+def _environment(path: str, where: str) -> Problem:
+    message = "settings do not come from the environment here, so ${oc.env:...} is not followed"
+    hint = f"write the value, or pass it on the command line: {path}=VALUE"
+    return Problem(path, message, hint, where)
 
 
 def _missing(path: str, origins: dict[str, str]) -> Problem:
@@ -67,9 +84,7 @@ def _reference_problem(error: OmegaConfBaseException, origins: dict[str, str]) -
     if isinstance(error, UnsupportedInterpolationType):
         name = text.rpartition(" ")[2]
         message = f"${{{name}:...}} is no function; refer to a key as ${{section.key}}"
-        return message, "an environment variable is ${oc.env:NAME}"
-    if "Environment variable" in text:
-        return f"the environment variable {quoted} is not set", ""
+        return message, ""
     if "Recursive" in text:
         return "refers to itself", "follow its ${...} references to the one that closes the circle"
     return f"cannot be resolved: {text}", ""

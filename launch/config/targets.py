@@ -9,24 +9,52 @@ from components.core.problems import Problem, did_you_mean, shown
 
 TARGET = "_target_"
 OUR_PACKAGES = ("components", "data", "kernels")
-PACKAGES = (*OUR_PACKAGES, "torchtitan")
+# Where torchtitan keeps the settings of what a recipe can train.
+TITAN_PACKAGES = tuple(
+    f"torchtitan.{name}" for name in ("components", "config", "distributed", "models")
+)
+PACKAGES = (*OUR_PACKAGES, *TITAN_PACKAGES)
+# An image model, with a trainer of its own.
+CLOSED = ("torchtitan.models.flux",)
+
+
+def refuse_name(target: Any, path: str) -> Problem | None:
+    """Judge the name of a class without importing anything.
+
+    Args:
+        target: what a recipe gives as the dotted name.
+        path: dotted key that names it.
+    """
+    if isinstance(target, str) and _open(target):
+        return None
+    message = f"{shown(target)} may not be named here; it must be a settings class of "
+    return Problem(path, message + ", ".join(PACKAGES))
+
+
+def _open(name: str) -> bool:
+    inside = any(_below(name, package) for package in PACKAGES)
+    return inside and not any(_below(name, package) for package in CLOSED)
+
+
+def _below(name: str, package: str) -> bool:
+    return name == package or name.startswith(f"{package}.")
 
 
 def locate(target: Any, path: str) -> type | Problem:
     """Import a settings class.
 
     Args:
-        target: dotted name. Only our packages and torchtitan are looked into, and only their
-            dataclasses are returned.
+        target: dotted name. Nothing outside ``PACKAGES`` is imported, and only dataclasses that
+            are defined there are returned.
         path: dotted key that names it.
 
     Returns:
         The class, or what is wrong with the name.
     """
-    parts = target.split(".") if isinstance(target, str) else []
-    if not parts or parts[0] not in PACKAGES:
-        message = f"{shown(target)} may not be named here; it must be a settings class of "
-        return Problem(path, message + ", ".join(PACKAGES))
+    problem = refuse_name(target, path)
+    if problem is not None:
+        return problem
+    parts = target.split(".")
     found: Any = importlib.import_module(parts[0])
     for depth, part in enumerate(parts[1:], 1):
         owner = ".".join(parts[:depth])
@@ -58,9 +86,9 @@ def _inside(owner: Any, owner_name: str, part: str) -> Any:
 
 
 def _judge(found: Any, target: str, path: str) -> type | Problem:
-    # An imported name such as torchtitan.trainer.os would lead out of the packages again.
-    ours = getattr(found, "__module__", "").partition(".")[0] in PACKAGES
-    if not (isinstance(found, type) and dataclasses.is_dataclass(found) and ours):
+    # An imported name such as torchtitan.components.loss.os would lead out of the packages again.
+    home = getattr(found, "__module__", "")
+    if not (isinstance(found, type) and dataclasses.is_dataclass(found) and _open(home)):
         return Problem(path, f"{target!r} is not a settings class")
     if inspect.isabstract(found):
         return Problem(path, f"{target!r} is the base of several classes; name one of them")

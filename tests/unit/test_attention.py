@@ -1,12 +1,14 @@
 """SDPA in query chunks against the dense fp32 twin: outputs and every gradient."""
 
+import inspect
 import math
 
 import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask
+from torchtitan.models.common.attention import FlexAttention
 
-from components.titan.attention import SdpaAttention, resolve_attention
+from components.titan.attention import QuickFlexAttention, SdpaAttention, resolve_attention
 from kernels.attention.naive import masked_attention
 from kernels.attention.sdpa import chunked_sdpa, mask_of_queries
 
@@ -105,3 +107,22 @@ def test_backends_without_a_cpu_backward_are_refused() -> None:
     assert resolve_attention("auto", "cuda") == "flex"
     with pytest.raises(ValueError, match="model.attention: 'flex' has no backward pass on a CPU"):
         resolve_attention("flex", "cpu")
+
+
+@pytest.mark.parametrize("replacement", [SdpaAttention, QuickFlexAttention])
+def test_arguments_that_would_be_lost_are_refused(replacement: type) -> None:
+    length = 64
+    mask = create_block_mask(packed_mask([0], length), 2, None, length, length, device="cpu")
+    q, k, v = (t.transpose(1, 2) for t in inputs(length))
+    attention = replacement(replacement.Config())  # type: ignore[attr-defined]
+    with pytest.raises(TypeError, match="model.attention: the model passes is_causal to its"):
+        attention(q, k, v, attention_masks=mask, enable_gqa=True, is_causal=False)
+
+
+def test_every_argument_of_torchtitans_own_attention_is_known() -> None:
+    stock = inspect.signature(FlexAttention.forward).parameters
+    for replacement in (SdpaAttention, QuickFlexAttention):
+        ours = inspect.signature(replacement.forward).parameters
+        named = [name for name, p in stock.items() if p.kind is not p.VAR_KEYWORD]
+        assert set(named) <= ours.keys()
+        assert all(ours[name].kind is stock[name].kind for name in named)

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import pytest
 
 from components.core.units import Bytes, Count, Tokens
+from launch.config import targets
 from launch.config.binder import BAD, Binder, Refused, UnknownKey
 
 T = TypeVar("T")
@@ -238,6 +239,7 @@ def test_a_refusal_that_names_no_field_shows_what_was_given() -> None:
 
 
 HERE = "tests.unit.test_config_binder"
+VALIDATION = {"_target_": "components.core.recipe.Validation"}
 
 
 @pytest.mark.parametrize(
@@ -257,9 +259,15 @@ HERE = "tests.unit.test_config_binder"
         ("components.core.problems.RecipeError", "is not a settings class"),
         ("components.core.problems.dataclass", "is not a settings class"),
         ("components.core.recipe.Path.home", "components.core.recipe has no 'Path'"),
-        ("torchtitan.trainer.os.system", "is not a settings class"),
+        ("torchtitan.trainer.os.system", "may not be named here"),
+        ("torchtitan.components.loss.torch.compile", "is not a settings class"),
+        ("torchtitan", "may not be named here"),
+        ("torchtitan.tools.profiler.Profiler.Config", "may not be named here"),
+        ("torchtitan.experiments.rl.Anything", "may not be named here"),
+        ("torchtitan.models.flux.FluxModel", "may not be named here"),
+        ("torchtitan.modelsx.Anything", "may not be named here"),
         ("components.titan.checkpoint.TensorStorageMetadata", "is not a settings class"),
-        ("torchtitan.trainer.torch.nn.Linear", "is not a settings class"),
+        ("torchtitan.models.common.moe.torch.nn.Linear", "is not a settings class"),
         ("components.core.recipe.Hardwear", "components.core.recipe has no 'Hardwear'"),
         ("components.core.nope.X", "components.core has no 'nope'"),
         ("components..core", "components has no ''"),
@@ -270,7 +278,7 @@ def test_a_target_is_a_settings_class_of_our_packages_or_torchtitan(
     target: object, message: str
 ) -> None:
     binder = Binder()
-    assert binder.bind(Any, {"_target_": target}, "x") is BAD
+    assert binder.bind(Inner, {"_target_": target}, "x") is BAD
     (problem,) = binder.problems
     assert problem.path == "x._target_"
     assert message in problem.message
@@ -289,7 +297,38 @@ def test_a_target_is_built_where_its_type_is_legal() -> None:
 
 
 def test_torchtitans_nested_config_classes_can_be_named() -> None:
-    from torchtitan.tools.profiler import Profiler
+    from torchtitan.components.loss import CrossEntropyLoss
 
-    data = {"_target_": "torchtitan.tools.profiler.Profiler.Config"}
-    assert Binder().bind(Profiler.Config, data, "x") == Profiler.Config()
+    data = {"_target_": "torchtitan.components.loss.CrossEntropyLoss.Config"}
+    assert Binder().bind(CrossEntropyLoss.Config, data, "x") == CrossEntropyLoss.Config()
+
+
+def test_a_name_is_judged_before_anything_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    imported: list[str] = []
+    monkeypatch.setattr(targets.importlib, "import_module", imported.append)
+    for name in ("torchtitan.experiments.rl.X", "torchtitan.models.flux.X", "os.system"):
+        assert Binder().bind(Inner, {"_target_": name}, "x") is BAD
+    # Where no class can stand, none is looked for.
+    for tp in (Any, int, dict[str, Any]):
+        assert Binder().bind(tp, {"_target_": "components.core.nope.X"}, "x") is BAD
+    assert imported == []
+
+
+@pytest.mark.parametrize(
+    ("tp", "value", "path"),
+    [
+        (Any, VALIDATION, "x._target_"),
+        (T, VALIDATION, "x._target_"),
+        (list, [VALIDATION], "x[0]._target_"),
+        (dict[str, Any], {"a": VALIDATION}, "x.a._target_"),
+    ],
+    ids=str,
+)
+def test_a_key_that_takes_anything_takes_no_class(tp: Any, value: Any, path: str) -> None:
+    binder = Binder()
+    assert binder.bind(tp, value, "x") is BAD
+    (problem,) = binder.problems
+    assert problem.path == path
+    assert problem.message == f"{VALIDATION['_target_']!r} does not belong here; " + (
+        "this key takes plain values"
+    )

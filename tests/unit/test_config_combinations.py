@@ -14,4 +14,4 @@ def test_gpt_oss_experts_in_fp32_are_refused() -> None:
         Ready(recipe, ["training.mixed_precision_param=float32"], None, anywhere=True)
     (problem,) = refusal.value.problems
     assert problem.path == "training.mixed_precision_param"
-    assert problem.hint == "use bfloat16"
+    assert problem.message.endswith("use bfloat16")

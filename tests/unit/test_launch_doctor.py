@@ -8,7 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from launch import doctor, host
+from components.core import host
+from components.titan.device import CpuDevice
+from launch import doctor
 from launch.doctor import Line, report
 from launch.pins import mismatches, pins
 
@@ -133,6 +135,7 @@ def test_memory_is_the_least_that_any_enclosing_group_grants(cgroups: Path) -> N
     )
     assert host.memory_total() == GIB
     assert host.memory_available() <= GIB
+    assert CpuDevice.get_device_properties().total_memory == GIB
 
 
 def test_memory_limits_of_the_first_version_count_too(cgroups: Path) -> None:

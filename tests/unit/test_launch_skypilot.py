@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from components.core.problems import RecipeError
 from launch.skypilot import SkyPilotSettings, task
 
 
@@ -84,8 +85,24 @@ def test_a_replaced_machine_keeps_what_the_run_has_written(tmp_path: Path) -> No
 
 
 def test_several_machines_without_shared_storage_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"launch.skypilot.storage is null and nodes 2"):
+    with pytest.raises(RecipeError) as refusal:
         make(Path("/runs/moe/a"), nodes=2)
+    assert str(refusal.value) == (
+        "launch.skypilot.storage: null, but the 2 machines of this run share its directory\n"
+        "    name a bucket such as s3://my-bucket/runs"
+    )
+
+
+def test_numbers_below_one_and_line_breaks_are_the_problem_of_their_key() -> None:
+    cases = {
+        "NODES": {"nodes": 0},
+        "NGPU": {"gpus": 0},
+        "launch.skypilot.python": {"python": "a\nb"},
+    }
+    for key, changes in cases.items():
+        with pytest.raises(RecipeError) as refusal:
+            make(Path("/runs/moe/a"), **changes)  # type: ignore[arg-type]
+        assert [problem.path for problem in refusal.value.problems] == [key]
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from components.core.problems import RecipeError
 from launch.slurm import SlurmSettings, script, seconds
-from launch.torchrun import job_name
 
 ODD = 'runs it\'s $HOME 50% "x"'
 
@@ -95,16 +95,20 @@ def test_settings_that_cannot_work_are_refused(settings: dict, message: str) -> 
 
 
 def test_counts_below_one_and_line_breaks_are_refused() -> None:
-    with pytest.raises(ValueError, match="nodes is 0"):
+    with pytest.raises(RecipeError, match="NODES: 0; it must be at least 1"):
         make(Path("/runs/a"), nodes=0)
-    with pytest.raises(ValueError, match="line break"):
+    with pytest.raises(RecipeError, match="NGPU: -1; it must be at least 1"):
+        make(Path("/runs/a"), gpus=-1)
+    with pytest.raises(RecipeError, match="output_dir: .* holds a line break"):
         make(Path("/runs/a\nrm -rf /"))
 
 
-def test_job_names_hold_only_what_schedulers_accept() -> None:
-    assert job_name(Path("/o/my recipe.v2/20260101-120000-ab12")) == (
-        "my-recipe-v2-20260101-120000-ab12"
-    )
+@pytest.mark.parametrize("key", ["python", "mem", "partition", "account", "qos", "env_file"])
+def test_a_line_break_is_the_problem_of_its_key(key: str) -> None:
+    with pytest.raises(RecipeError) as refusal:
+        make(Path("/runs/a"), **{key: "a\nb"})
+    (problem,) = refusal.value.problems
+    assert problem.path == f"launch.slurm.{key}"
 
 
 SRUN = """#!/bin/bash

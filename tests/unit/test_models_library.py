@@ -1,5 +1,6 @@
 """TitanModel: torchtitan's own decoders by name."""
 
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
@@ -57,6 +58,50 @@ def test_unknown_names_are_refused_with_the_legal_ones(
     with pytest.raises(ValueError) as caught:
         model.build_spec("flex")
     assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("family", "flavor", "experts"),
+    [("gpt_oss", "20b", 32), ("deepseek_v3", "16B", 64), ("qwen3", "8B", None)],
+)
+def test_experts_are_read_from_the_layers_that_have_them(
+    family: Any, flavor: str, experts: int | None
+) -> None:
+    assert TitanModel(family=family, flavor=flavor).n_experts == experts
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        TitanModel(family="llama4", flavor="8B"),  # type: ignore[arg-type]
+        TitanModel(family="llama3", flavor="huge"),
+    ],
+    ids=["family", "flavor"],
+)
+def test_a_model_that_does_not_exist_can_be_asked_and_fits_everything(model: TitanModel) -> None:
+    assert len(model.check()) == 1
+    assert model.n_experts is None
+    assert min(model.vocab_size, model.max_seq_len, model.n_layers) > 10**12
+
+
+def test_a_wrong_switch_does_not_hide_the_shape() -> None:
+    model = TitanModel(family="llama3", flavor="8B", attention="varlen", flex_autotune=True)
+    assert model.check() and model.n_layers == 32
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "qwen3"])
+def test_gpt_oss_experts_refuse_float32(family: Any) -> None:
+    model = TitanModel(family=family, flavor="debugmodel")
+    found = []
+    for dtype in ("bfloat16", "float32"):
+        recipe: Any = SimpleNamespace(training=SimpleNamespace(mixed_precision_param=dtype))
+        found += model.check_run(recipe)
+    message = (
+        "'float32' fails in torchtitan's gpt-oss experts, which always return bfloat16; "
+        "use bfloat16"
+    )
+    wanted = [("training.mixed_precision_param", message)]
+    assert found == (wanted if family == "gpt_oss" else [])
 
 
 def test_ineffective_autotuning_is_refused() -> None:

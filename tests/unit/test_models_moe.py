@@ -295,3 +295,23 @@ def test_torch_refuses_the_widths_that_check_refuses() -> None:
     experts = GroupedExperts.Config(dim=60, hidden_dim=64, num_experts=2).build()
     with pytest.raises(RuntimeError, match="multiple of 16 bytes"):
         experts(torch.zeros(4, 60), torch.tensor([2, 2]))
+
+
+@pytest.mark.parametrize(
+    ("backend", "degree", "keys"),
+    [
+        ("standard", 1, []),
+        ("standard", 4, []),
+        ("deepep", 4, []),
+        ("deepep", 1, ["model.comm_backend"]),
+        ("minimal_async_ep", 1, ["model.comm_backend"]),
+    ],
+)
+def test_an_exchange_without_expert_ranks_is_refused(
+    backend: Any, degree: int, keys: list[str]
+) -> None:
+    recipe: Any = SimpleNamespace(parallelism=SimpleNamespace(expert_parallel_degree=degree))
+    found = tiny_moe(comm_backend=backend).check_run(recipe)
+    assert [key for key, _ in found] == keys
+    assert all(f"{backend!r} exchanges tokens" in message for _, message in found)
+    assert all("parallelism.expert_parallel_degree 2 or more" in message for _, message in found)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from components.core.registry import enabled_components
 from components.core.units import TOKENS
 from launch.config import freeze
 from launch.config.groups import RECIPES, groups
@@ -96,10 +97,19 @@ def test_the_model_in_its_name_is_the_one_it_trains(file: Path) -> None:
     origins = ready(file).composed.origins
     option = RECIPES.parent / "conf" / "model" / f"{match['model']}.yaml"
     for key, (_, place) in read(option).keys.items():
-        assert origins[f"model.{key}"] == str(place)
+        if key != "flex_autotune":  # the baselines take FlexAttention as it ships
+            assert origins[f"model.{key}"] == str(place)
 
 
 def test_there_are_recipes_for_a_first_run_and_for_two_ranks() -> None:
     assert {"quickstart", "moe_debug_2rank"} <= {file.stem for file in FILES}
     quickstart = ready(RECIPES / "quickstart.yaml").recipe
     assert (quickstart.hardware.device, quickstart.hardware.ranks) == ("auto", 1)
+
+
+@pytest.mark.parametrize("path", sorted(RECIPES.glob("*_fsdp2.yaml")), ids=lambda path: path.stem)
+def test_a_baseline_uses_torchtitans_own_techniques_alone(path: Path) -> None:
+    recipe = load_recipe(path, []).recipe
+    on = {component.name for component in enabled_components(recipe.components)}
+    assert on == {"chunked_loss", "full_recompute"}
+    assert recipe.model.flex_autotune

@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import logging
 import sys
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from components.core.registry import component_types, enabled_components
 from components.titan import attention, device
 from components.titan.build import prepare
 from components.titan.plan import RunPlan
+from components.titan.story import STORY
 from components.titan.trainer import RecipeTrainer, _mix, refuse_different_corpora
 from launch.config.groups import RECIPES
 from launch.config.load import load_recipe
@@ -43,9 +45,9 @@ def matches_nothing(cfg: VarlenAttention.Config) -> VarlenAttention.Config:
 
 def test_an_override_that_matches_nothing_is_an_error(tmp_path: Path) -> None:
     run = plan(tmp_path)
-    with pytest.raises(ValueError, match="matches_nothing matches no part of model"):
-        run.override(matches_nothing)
-    run.override(second_layer_only)
+    with pytest.raises(ValueError, match="components.a replaces no part of model 'moe'"):
+        run.override("a", matches_nothing)
+    run.override("a", second_layer_only)
     assert f"{__name__}.second_layer_only" in run.config.override.imports
 
 
@@ -120,6 +122,24 @@ def test_cpu_memory_is_measured() -> None:
     block = bytearray(64 * 2**20)
     assert device.peak_resident_bytes() - before > 48 * 2**20
     del block
+
+
+def test_a_peak_that_cannot_be_reset_is_told_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def forbidden(self: Path, text: str) -> int:
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "write_text", forbidden)
+    device._tell_of_one_interval.cache_clear()
+    with caplog.at_level(logging.INFO, logger=STORY):
+        device.reset_peak_resident_bytes()
+        device.reset_peak_resident_bytes()
+    assert [record.message for record in caplog.records if "clear_refs" in record.message] == [
+        "memory: /proc/self/clear_refs cannot be written here, so the peak reported is the peak "
+        "since the process started, not of each step"
+    ]
+    device._tell_of_one_interval.cache_clear()
 
 
 def test_devices_are_resolved_or_refused() -> None:

@@ -1,11 +1,17 @@
 """One rank: training runs, continues exactly, and refuses what does not fit."""
 
+import logging
+import time
 from pathlib import Path
 
 import pytest
 import torch
+import torchtitan.trainer
+from torchtitan.components.checkpointer import CheckpointManager
 
+from components.titan.checkpoint import RunCheckpoints
 from components.titan.metrics import GLOSSARY
+from components.titan.story import STORY
 from tests.training import checkpoint_state, losses, metrics, small_overrides, train, write_corpus
 
 
@@ -113,6 +119,37 @@ def test_another_models_checkpoint_is_refused_with_its_tensors(
     ) as error:
         train(tmp_path, overrides)
     assert "w1_EFD: [4, 64, 64] in the checkpoint, [4, 32, 64] in the model" in str(error.value)
+    assert "change checkpoint.initial_load_path" in str(error.value)
+
+
+def test_a_remote_checkpoint_is_loaded_without_comparison_and_that_is_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    loaded = []
+    monkeypatch.setattr(
+        CheckpointManager, "dcp_load", lambda self, state, path, *flags: loaded.append(path)
+    )
+    manager = object.__new__(RunCheckpoints)
+    with caplog.at_level(logging.INFO, logger=STORY):
+        manager.dcp_load({}, "gs://bucket/step-1", False, False)
+        manager.dcp_load({}, "gs://bucket/hf", True, False)
+    assert loaded == ["gs://bucket/step-1", "gs://bucket/hf"]
+    assert [record.message for record in caplog.records] == [
+        "checkpoint: gs://bucket/step-1 is remote; its tensors are not compared"
+    ]
+
+
+def test_other_code_still_sleeps_while_a_test_trains(corpus: Path, tmp_path: Path) -> None:
+    stock = torchtitan.trainer.time
+    seen = []
+
+    def look(trainer: object) -> None:
+        seen.append((torchtitan.trainer.time.sleep(60), time.sleep, stock.sleep))
+
+    real = time.sleep
+    train(tmp_path, small_overrides(corpus), use=look)
+    assert seen == [(None, real, real)]
+    assert torchtitan.trainer.time is stock is time
 
 
 def test_validation_reports_the_held_out_loss(corpus: Path, tmp_path: Path) -> None:
