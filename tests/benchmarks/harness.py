@@ -128,9 +128,22 @@ def relative_error(output: torch.Tensor, reference: torch.Tensor) -> float:
 
 
 def run_case(
-    case: Case, size_name: str, probe: Probe, machine: Machine, options: Options
+    case: Case,
+    size_name: str,
+    probe: Probe,
+    machine: Machine,
+    options: Options,
+    remeasure: Callable[[Probe], Ceilings] = measure_ceilings,
 ) -> Report:
     """Gate, measure and time every variant of ``case``.
+
+    Args:
+        case: what to run.
+        size_name: one of ``case.sizes``.
+        probe: clock and memory meter of the device.
+        machine: surveyed just before.
+        options: how much to measure.
+        remeasure: called once at the end, for the ceilings after the run.
 
     Raises:
         GateError: a variant of ours disagrees with the reference (nothing is timed).
@@ -142,7 +155,7 @@ def run_case(
     run.check_availability()
     run.gate()
     run.measure()
-    after = measure_ceilings(probe)
+    after = remeasure(probe)
     best = replace(machine, ceilings=better_of(machine.ceilings, after))
     return Report(
         case=case,

@@ -64,10 +64,12 @@ class Floor:
     Attributes:
         ms: milliseconds for one call.
         arithmetic: how it was counted, for a reader to check.
+        ceiling: the rate that sets it: "memory" or a dtype of ``Ceilings.matmul_tflops``.
     """
 
     ms: float
     arithmetic: str
+    ceiling: str
 
 
 def roofline(
@@ -91,13 +93,15 @@ def roofline(
         raise ValueError(f"floor: no {dtype} ceiling on {machine.device}, only {', '.join(rates)}")
     compute_ms = flops / (rates[dtype] * 1e12) * 1e3
     memory_ms = nbytes / (machine.ceilings.memory_gbps * 1e9) * 1e3
-    bound = "arithmetic" if compute_ms >= memory_ms else "memory"
+    by_arithmetic = compute_ms >= memory_ms
     text = (
         f"{flops_text} = {flops / 1e12:.4g} TFLOP at {rates[dtype]:.4g} TFLOP/s ({dtype}) = "
         f"{compute_ms:.4g} ms; {bytes_text} = {nbytes / 1e9:.4g} GB at "
-        f"{machine.ceilings.memory_gbps:.4g} GB/s = {memory_ms:.4g} ms; bound by {bound}"
+        f"{machine.ceilings.memory_gbps:.4g} GB/s = {memory_ms:.4g} ms; "
+        f"bound by {'arithmetic' if by_arithmetic else 'memory'}"
     )
-    return Floor(ms=max(compute_ms, memory_ms), arithmetic=text)
+    ceiling = dtype if by_arithmetic else "memory"
+    return Floor(ms=max(compute_ms, memory_ms), arithmetic=text, ceiling=ceiling)
 
 
 def survey(probe: Probe) -> Machine:
@@ -127,11 +131,10 @@ def better_of(before: Ceilings, after: Ceilings) -> Ceilings:
     )
 
 
-def drift(before: Ceilings, after: Ceilings) -> float:
-    """Largest relative change of a matrix-product or memory rate: 0.1 is ten per cent."""
-    pairs = [(before.memory_gbps, after.memory_gbps)]
-    pairs += [(rate, after.matmul_tflops[dtype]) for dtype, rate in before.matmul_tflops.items()]
-    return max(abs(new / old - 1) for old, new in pairs)
+def drift(before: Ceilings, after: Ceilings) -> dict[str, float]:
+    """Relative change by ``Floor.ceiling``: -0.1 is a rate that fell by a tenth."""
+    moved = {k: after.matmul_tflops[k] / rate - 1 for k, rate in before.matmul_tflops.items()}
+    return {**moved, "memory": after.memory_gbps / before.memory_gbps - 1}
 
 
 def _best_seconds(probe: Probe, call: Callable[[], Any]) -> float:
@@ -243,7 +246,9 @@ def _git_facts() -> dict[str, str]:
 
 
 def _driver_version() -> str:
-    answer = _output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "-i0")
+    answer = _output_of(
+        "nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"
+    )
     return answer or "unknown (no answer from nvidia-smi)"
 
 

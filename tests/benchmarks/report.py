@@ -10,7 +10,7 @@ from typing import Any
 from tests.benchmarks.harness import Report, Result
 from tests.benchmarks.machine import Ceilings, drift
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 _GIB = 2**30
 _AGREEMENT = 0.9
 _QUIET = 0.1
@@ -117,13 +117,14 @@ def to_text(report: Report) -> str:
 
 
 def disturbance(report: Report) -> list[str]:
-    """One line of warning if the machine's ceilings moved during the run, else nothing."""
-    moved = drift(report.machine.ceilings, report.ceilings_after)
-    if moved <= _QUIET:
+    """One line of warning if the ceiling under the floor moved during the run, else nothing."""
+    ceiling = report.floor.ceiling
+    moved = drift(report.machine.ceilings, report.ceilings_after)[ceiling]
+    if abs(moved) <= _QUIET:
         return []
     return [
-        f"WARNING: the machine was not quiet, its ceilings moved by {moved:.0%} during the run; "
-        "do not quote these times"
+        f"WARNING: the machine was not quiet, its {ceiling} ceiling moved by {moved:+.0%} during "
+        "the run; do not quote these times"
     ]
 
 
