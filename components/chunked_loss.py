@@ -58,6 +58,7 @@ class ChunkedLoss(Component):
 
     def apply(self, plan: RunPlan) -> None:
         loss = ChunkedLossWrapper.Config(
-            num_chunks=self.config.num_chunks, loss_fn=CrossEntropyLoss.Config()
+            num_chunks=self.config.num_chunks,
+            loss_fn=CrossEntropyLoss.Config(global_vocab_size=plan.recipe.model.vocab_size),
         )
         plan.set_loss(self.name, loss)

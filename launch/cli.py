@@ -44,7 +44,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("verb", choices=sorted(VERBS))
     parser.add_argument("--recipe", default="quickstart", help="name in recipes/ or path to a YAML")
     parser.add_argument("--ngpu", type=int, help="processes on this machine")
-    parser.add_argument("--on", choices=("slurm", "skypilot"), default="slurm")
+    parser.add_argument("--on", default="slurm", help="slurm or skypilot")
     parser.add_argument("--nodes", type=int, help="machines of a cluster job")
     parser.add_argument("--dry", action="store_true", help="print the job instead of submitting it")
     parser.add_argument("--name", help="benchmark to run")

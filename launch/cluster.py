@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from components.core.problems import Problem, RecipeError
+from components.core.problems import Problem, RecipeError, did_you_mean
 from launch.config.groups import ROOT
 from launch.ready import Ready
 from launch.torchrun import require_machines
@@ -29,6 +29,9 @@ def launch(
             written.
     """
     require_machines(nodes, ngpu)
+    if on not in SUBMIT:
+        hint = did_you_mean(on, SUBMIT)
+        raise RecipeError([Problem("ON", f"{on!r} is not one of: {', '.join(SUBMIT)}", hint)])
     ready = Ready(path, overrides, ngpu=None, anywhere=True)
     from launch import record, resume
 

@@ -92,26 +92,41 @@ def start(run: RunDir, ranks: int, device: str) -> Outcome:
         # Stopping is between us and the ranks: the agent would kill them while they save.
         signals_to_handle="SIGQUIT",
     )
+    run.forget_status()
+    asked: list[int] = []
     try:
-        with _stop_signals_to_ranks():
+        with _stop_signals_to_ranks(asked):
             elastic_launch(config, sys.executable)("-u", "-m", "launch.worker", str(run.path))
     except ChildFailedError as error:
+        if asked and not run.checkpoints():
+            # Ranks that were still starting have no handler yet and die of the signal.
+            return Outcome(128 + asked[0], "stopped before the first step")
         return Outcome(1, _first_failure(error, run))
-    stopped_by = run.read_status().get("signal")
+    status = run.read_status()
+    if not status:
+        return Outcome(1, f"the ranks ended without finishing the run; see {run.logs}")
+    stopped_by = status["signal"]
     return Outcome(128 + stopped_by if stopped_by else 0)
 
 
 @contextlib.contextmanager
-def _stop_signals_to_ranks() -> Iterator[None]:
-    """Hand SIGTERM, SIGINT and SIGHUP on to the ranks, which save and leave by themselves."""
+def _stop_signals_to_ranks(asked: list[int]) -> Iterator[None]:
+    """Hand SIGTERM, SIGINT and SIGHUP on to the ranks, which save and leave by themselves.
+
+    Args:
+        asked: receives every signal that came.
+    """
 
     def forward(number: int, frame: FrameType | None) -> None:
+        # A lost terminal is a reason to save and stop, like SIGTERM.
+        number = signal.SIGTERM if number == signal.SIGHUP else number
+        asked.append(number)
         workers = psutil.Process().children()
         if not workers:
             raise KeyboardInterrupt
         for worker in workers:
             with contextlib.suppress(psutil.NoSuchProcess):
-                worker.send_signal(signal.SIGTERM)
+                worker.send_signal(number)
 
     numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
     previous = {number: signal.signal(number, forward) for number in numbers}

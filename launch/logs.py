@@ -13,8 +13,12 @@ class _ConsoleHandler(logging.Handler):
     """Writes above the progress bar instead of through it."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        tqdm.write(self.format(record), file=sys.stdout)
-        sys.stdout.flush()
+        try:
+            tqdm.write(self.format(record), file=sys.stdout)
+            sys.stdout.flush()
+        except (OSError, ValueError):
+            # The terminal or the reader is gone. The run goes on; the log file has everything.
+            logging.getLogger().removeHandler(self)
 
 
 # Warnings of torchtitan that say nothing about this run. They stay in the log file.
@@ -33,6 +37,9 @@ class _Story(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         if record.name == STORY:
             return True
+        if record.exc_info:
+            # Tracebacks belong into the file; the launcher ends with the error itself.
+            return False
         text = record.getMessage()
         return record.levelno >= logging.WARNING and not text.startswith(_KNOWN_HARMLESS)
 

@@ -1,10 +1,14 @@
 """A recipe that passed every check, and the device and ranks it was checked for."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from components.core.problems import Problem, RecipeError
 from components.titan.device import use_device
 from launch.config.compose import Composed, compose
+
+if TYPE_CHECKING:
+    from components.core.recipe import Recipe
 
 
 class Ready:
@@ -33,6 +37,7 @@ class Ready:
             self.ranks = local.rank_count(hardware, self.device, ngpu)
         device = hardware.device if anywhere and hardware.device != "auto" else self.device
         check_recipe(self.recipe, self.ranks, device, self.composed.origins)
+        _settle_batch(self.recipe, self.ranks)
         self.target = Target(device, self.ranks, hardware.memory)
 
 
@@ -47,3 +52,15 @@ def _device(composed: Composed, anywhere: bool) -> str:
         return use_device(wanted)
     except ValueError as error:
         raise RecipeError([Problem("", str(error))]) from error
+
+
+def _settle_batch(recipe: "Recipe", ranks: int) -> None:
+    """Write the batch that "no accumulation" means down as a number.
+
+    A run continued or replayed on other ranks then keeps its batch, by accumulation, or is refused.
+    """
+    parallel, training = recipe.parallelism, recipe.training
+    if training.global_batch_size == -1:
+        other = parallel.context_parallel_degree * parallel.tensor_parallel_degree
+        loaders = ranks // (other * parallel.pipeline_parallel_degree)
+        training.global_batch_size = training.local_batch_size * loaders

@@ -1,5 +1,7 @@
 """Create a run directory and record what a run needs to be understood, replayed, continued."""
 
+import contextlib
+import copy
 import datetime
 import getpass
 import hashlib
@@ -11,9 +13,13 @@ import shutil
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
+
+from components.core.problems import Problem, RecipeError
 from components.core.recipe import Recipe
 from launch.config import freeze
 from launch.config.compose import Composed
@@ -28,7 +34,14 @@ def new_path(recipe: Recipe, composed: Composed) -> Path:
     plain = json.dumps(freeze.to_plain(recipe), sort_keys=True)
     stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
     name = f"{stamp}-{hashlib.sha256(plain.encode()).hexdigest()[:6]}"
-    return Path(recipe.output_dir).resolve() / composed.path.stem / name
+    return Path(recipe.output_dir).resolve() / run_name(composed.path) / name
+
+
+def run_name(recipe: Path) -> str:
+    """Folder for the runs of a recipe; a replay goes where the run that it replays is."""
+    if recipe.name == FROZEN and (recipe.parent / "versions.json").is_file():
+        return recipe.parent.parent.name
+    return recipe.stem
 
 
 def create(recipe: Recipe, composed: Composed, command: list[str]) -> RunDir:
@@ -62,10 +75,33 @@ def record(run: RunDir, recipe: Recipe, composed: Composed, command: list[str]) 
         f"Resolved from {composed.path} with overrides: {overrides}",
         "Complete and stand-alone: run it again with `make train RECIPE=<this file>`.",
     ]
-    freeze.write(recipe, run.frozen, header)
+    replayed = copy.deepcopy(recipe)
+    # Where this launch began is no part of the run; a replay begins at its beginning.
+    replayed.checkpoint.resume, replayed.checkpoint.load_step = None, -1
+    freeze.write(replayed, run.frozen, header)
     shutil.copyfile(composed.path, run.path / "source.yaml")
     (run.path / "overrides.txt").write_text("".join(f"{o}\n" for o in composed.overrides))
     (run.path / "versions.json").write_text(json.dumps(environment(command), indent=2) + "\n")
+
+
+@contextlib.contextmanager
+def only_launch_of(run: RunDir) -> Iterator[None]:
+    """Hold a run directory for one launch at a time.
+
+    Raises:
+        RecipeError: another launch is at work in it.
+    """
+    lock = FileLock(run.path / "lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout as error:
+        message = f"{run.path} is still running"
+        hint = "stop that launch first, or start a run of its own without checkpoint.resume"
+        raise RecipeError([Problem("checkpoint.resume", message, hint)]) from error
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def _archive(run: RunDir) -> None:

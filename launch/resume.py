@@ -9,6 +9,7 @@ from components.core.registry import component_types
 from launch.config import freeze
 from launch.config.compose import Composed
 from launch.config.sources import display, read
+from launch.record import run_name
 from launch.rundir import RunDir
 
 # Keys that may change between two launches of one run: they do not change what is learnt, or
@@ -49,7 +50,7 @@ def find(recipe: Recipe, composed: Composed) -> RunDir:
     saved = read_frozen(run)
     differences = compare(saved, freeze.to_plain(recipe))
     if differences:
-        raise RecipeError([_refusal(run, differences)])
+        raise RecipeError([_refusal(run, differences, recipe.checkpoint.folder)])
     steps = run.checkpoints(recipe.checkpoint.folder)
     chosen = recipe.checkpoint.load_step
     if chosen != -1 and chosen != max(steps):
@@ -62,7 +63,7 @@ def find(recipe: Recipe, composed: Composed) -> RunDir:
 
 
 def _latest(recipe: Recipe, composed: Composed) -> RunDir:
-    parent = Path(recipe.output_dir).resolve() / composed.path.stem
+    parent = Path(recipe.output_dir).resolve() / run_name(composed.path)
     runs = [RunDir(path) for path in sorted(parent.glob("*")) if path.is_dir()]
     complete = [run for run in runs if run.checkpoints(recipe.checkpoint.folder)]
     if not complete:
@@ -95,6 +96,16 @@ def read_frozen(run: RunDir) -> dict[str, Any]:
     return {key: value for key, (value, _) in read(run.frozen).keys.items()}
 
 
+def changes(run: RunDir, recipe: Recipe) -> list[str]:
+    """What differs from the run so far and may: "key: before -> now" of every such key."""
+    now = _flatten(freeze.to_plain(recipe))
+    return [
+        f"{key}: {before!r} -> {now[key]!r}"
+        for key, before in read_frozen(run).items()
+        if key in now and now[key] != before and not key.startswith("checkpoint.")
+    ]
+
+
 def compare(saved: dict[str, Any], present: dict[str, Any]) -> list[tuple[str, Any, Any]]:
     """Keys that must be equal for a run to continue and are not: (key, saved, present)."""
     now = _flatten(present)
@@ -125,11 +136,11 @@ def _flatten(data: Any, prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _refusal(run: RunDir, differences: list[tuple[str, Any, Any]]) -> Problem:
+def _refusal(run: RunDir, differences: list[tuple[str, Any, Any]], folder: str) -> Problem:
     lines = [f"{key}: {before!r} in the run, {now!r} now" for key, before, now in differences[:12]]
     if len(differences) > 12:
         lines.append(f"... and {len(differences) - 12} more")
-    newest = list(run.checkpoints().values())
+    newest = list(run.checkpoints(folder).values())
     lines.append(
         "to start a new run from its weights instead: "
         f"checkpoint.initial_load_path={newest[-1]} checkpoint.initial_load_model_only=true"
@@ -144,5 +155,5 @@ def _mixed_history(run: RunDir, chosen: int, steps: dict[int, Path]) -> Problem:
         return Problem("checkpoint.load_step", f"{chosen} is not a checkpoint; there are {known}")
     newer = ", ".join(str(step) for step in steps if step > chosen)
     message = f"{chosen} is older than checkpoints {newer} of {display(run.path)}"
-    hint = "move the newer ones away first; a run must not mix two histories"
+    hint = "move the newer ones out of the folder first; a run must not mix two histories"
     return Problem("checkpoint.load_step", message, hint)

@@ -44,6 +44,10 @@ class RunDir:
         """Record how the run ended (state, step, signal)."""
         (self.path / STATUS).write_text(json.dumps(entries) + "\n")
 
+    def forget_status(self) -> None:
+        """Remove the record of an earlier launch, so that a new one cannot be mistaken for it."""
+        (self.path / STATUS).unlink(missing_ok=True)
+
     def read_status(self) -> dict[str, Any]:
         """What ``write_status`` last recorded; empty before the run has ended."""
         file = self.path / STATUS

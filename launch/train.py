@@ -3,6 +3,9 @@
 Imports that reach torchtitan come after ``use_device``, hence inside the functions.
 """
 
+import contextlib
+import shlex
+import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,15 +30,26 @@ def train(path: Path, overrides: list[str], ngpu: int | None) -> int:
     recipe = ready.recipe
     if recipe.checkpoint.resume is not None:
         run = resume.find(recipe, ready.composed)
-        print(f"continuing {run.path} after step {max(run.checkpoints())}")
-        record.record(run, recipe, ready.composed, sys.argv)
+        steps = run.checkpoints(recipe.checkpoint.folder)
+        say(f"continuing {run.path} after step {max(steps)}")
+        for change in resume.changes(run, recipe):
+            say(f"  changed: {change}")
     else:
         run = record.create(recipe, ready.composed, sys.argv)
-    print(f"run directory: {run.path}")
-    print(f"training on {ready.ranks} {ready.device} rank{'s' if ready.ranks > 1 else ''}")
-    outcome = local.start(run, ready.ranks, ready.device)
-    print(_ending(run, recipe, path, outcome))
+    with record.only_launch_of(run):
+        if recipe.checkpoint.resume is not None:
+            record.record(run, recipe, ready.composed, sys.argv)
+        say(f"run directory: {run.path}")
+        say(f"training on {ready.ranks} {ready.device} rank{'s' if ready.ranks > 1 else ''}")
+        outcome = local.start(run, ready.ranks, ready.device)
+    say(_ending(run, recipe, outcome))
     return outcome.code
+
+
+def say(text: str) -> None:
+    """Print, or not where the terminal or the reader is gone: the run matters more."""
+    with contextlib.suppress(OSError):
+        print(text)
 
 
 def check(path: Path, overrides: list[str], ngpu: int | None) -> str:
@@ -64,30 +78,33 @@ def inspect(path: Path, overrides: list[str], sample: int) -> str:
     return describe(loader, sample)
 
 
-def _ending(run: RunDir, recipe: "Recipe", path: Path, outcome: "Outcome") -> str:
+def _ending(run: RunDir, recipe: "Recipe", outcome: "Outcome") -> str:
     """What to look at and what to do next."""
     from launch.config.sources import display
 
     steps = run.checkpoints(recipe.checkpoint.folder)
-    newest = f"{list(steps.values())[-1]}" if steps else "none"
-    name = path.stem if path.parent.name == "recipes" else str(path)
-    again = f"make train RECIPE={name} checkpoint.resume={display(run.path)}"
-    lines = []
-    if outcome.code == 0:
-        lines.append(f"done after {recipe.training.steps} steps")
-        again += f" training.steps={recipe.training.steps * 2}"
-    elif outcome.message:
-        lines.append(outcome.message)
-    else:
-        step = run.read_status().get("step", "unknown")
-        lines.append(f"stopped by signal {outcome.code - 128} at step {step}")
-    # Not resolved: a virtual environment's interpreter is a link to one without its packages.
-    python = Path(sys.executable)
-    python = python.relative_to(Path.cwd()) if python.is_relative_to(Path.cwd()) else python
-    lines.append(f"checkpoint   {newest}")
-    logs = display(run.tensorboard)
-    lines.append(f"TensorBoard  {python} -m tensorboard.main --logdir {logs}")
-    lines.append(f"replay       make train RECIPE={display(run.frozen)}")
-    if steps:
-        lines.append(f"continue     {again}")
+    status = run.read_status()
+    done = status.get("step", max(steps, default=0))
+    lines = [_verdict(outcome, done)]
+    lines.append(f"checkpoint   {display(list(steps.values())[-1]) if steps else 'none'}")
+    frozen = shlex.quote(display(run.frozen))
+    if done:
+        # Not resolved: a virtual environment's interpreter is a link to one without its packages.
+        python = Path(sys.executable)
+        python = python.relative_to(Path.cwd()) if python.is_relative_to(Path.cwd()) else python
+        logs = shlex.quote(display(run.tensorboard))
+        lines.append(f"TensorBoard  {python} -m tensorboard.main --logdir {logs}")
+        lines.append(f"replay       make train RECIPE={frozen}")
+    if steps and not (outcome.code == 0 and recipe.checkpoint.last_save_model_only):
+        again = f"make train RECIPE={frozen} checkpoint.resume={shlex.quote(display(run.path))}"
+        more = f" training.steps={recipe.training.steps * 2}" if outcome.code == 0 else ""
+        lines.append(f"continue     {again}{more}")
     return "\n" + "\n".join(lines)
+
+
+def _verdict(outcome: "Outcome", step: int) -> str:
+    if outcome.message:
+        return outcome.message
+    if outcome.code == 0:
+        return f"done after {step} steps"
+    return f"stopped by {signal.Signals(outcome.code - 128).name} after step {step}"

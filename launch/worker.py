@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from components.titan.device import DeviceKind, use_device
@@ -72,10 +73,23 @@ def _explained(recipe: "Recipe") -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as error:
         logging.exception("out of device memory")
+        _leave_the_word_to_the_launcher()
         raise RuntimeError(explain_out_of_memory(error, recipe)) from error
+    except CheckpointException as error:
+        # Not an Exception to Python, so nobody else would report it.
+        logging.exception("a checkpoint could not be written or read")
+        _leave_the_word_to_the_launcher()
+        first = next(iter(error.failures.values()), (error, None))[0]
+        raise RuntimeError(f"checkpoint: {first}") from error
     except Exception:
         logging.exception("this rank failed")
+        _leave_the_word_to_the_launcher()
         raise
+
+
+def _leave_the_word_to_the_launcher() -> None:
+    """No traceback on the terminal: it is in the log, and the launcher ends with the error."""
+    sys.excepthook = lambda *error: None
 
 
 def explain_out_of_memory(error: BaseException, recipe: "Recipe") -> str:

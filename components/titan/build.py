@@ -116,7 +116,8 @@ def _stock_config(recipe: Recipe, run_dir: Path, backend: str) -> RecipeTrainer.
         comm=recipe.comm,
         validator=_validator(recipe),
         debug=recipe.debug,
-        loss=CrossEntropyLoss.Config(),
+        # The size is needed where tensor parallelism shards the vocabulary.
+        loss=CrossEntropyLoss.Config(global_vocab_size=recipe.model.vocab_size),
     )
 
 

@@ -49,6 +49,7 @@ class RunCheckpoints(CheckpointManager):
 
     def __init__(self, config: Config, **kwargs: Any) -> None:
         self.before_save: list[Callable[[], None]] = []
+        self._last_saved: int | None = None
         super().__init__(config, **kwargs)
 
     def save_now(self, step: int) -> None:
@@ -56,7 +57,8 @@ class RunCheckpoints(CheckpointManager):
 
         A no-op when checkpoints are off or this step is already on disk.
         """
-        if not self.enable or self.load_only or self._find_load_step() == step:
+        # Remembered, not looked up: file systems may show a new file to one rank and not another.
+        if not self.enable or self.load_only or self._last_saved == step:
             return
         self._forced = True
         try:
@@ -70,7 +72,10 @@ class RunCheckpoints(CheckpointManager):
         if self._should_save(curr_step, last_step):
             for prepare in self.before_save:
                 prepare()
-        return super()._save(curr_step, last_step)
+        saved = super()._save(curr_step, last_step)
+        if saved:
+            self._last_saved = curr_step
+        return saved
 
     def _should_save(self, curr_step: int, last_step: bool = False) -> bool:
         return self._forced or super()._should_save(curr_step, last_step)

@@ -31,9 +31,14 @@ class ExpertLoad:
         mesh = parallel_dims.get_optional_mesh("loss")
         self._group = mesh.get_group() if mesh is not None else None
 
+        unbalanced = [x for x in layers if getattr(x, "load_balance_coeff", None) is None]
+
         def observe(*unused: Any) -> None:
             counts = [_local(layer.get_buffer("tokens_per_expert_E")) for layer in layers]
             self._counts = torch.stack(counts).clone()
+            for layer in unbalanced:
+                # The balancing that clears the counts after each step is off for this layer.
+                _local(layer.get_buffer("tokens_per_expert_E")).zero_()
 
         optimizers.register_step_pre_hook(observe)
 

@@ -41,9 +41,12 @@ class StopRequest:
         asked = torch.tensor([self.signal or 0], dtype=torch.int32)
         if self._group is not None:
             dist.all_reduce(asked, op=dist.ReduceOp.MAX, group=self._group)
-        if asked.item():
-            self.signal = int(asked.item())
-        return self.signal is not None
+        number = int(asked.item())
+        if number:
+            self.signal = number
+        # Not `self.signal`: one that came during the vote is known to this rank alone, until the
+        # next.
+        return number != 0
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         # Launchers and schedulers repeat SIGTERM, and a terminal's Ctrl-C comes with one. Only a

@@ -1,6 +1,8 @@
 """torchtitan's trainer, subclassed where a recipe needs something it does not have."""
 
+import signal
 from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -36,7 +38,7 @@ class RecipeTrainer(Trainer):
         self, config: Config, *, enabled: list[Component], expert_load: ExpertLoad
     ) -> None:
         super().__init__(config)
-        self._host_group = _host_group()
+        self._host_group = _host_group(config.comm.init_timeout_seconds)
         self._agree_on_data()
         self.enabled = enabled
         self.stopped_by: int | None = None
@@ -100,10 +102,25 @@ class RecipeTrainer(Trainer):
         if not self._stop.agreed():
             return True
         self.stopped_by = self._stop.signal
-        narrate(f"Asked to stop by signal {self.stopped_by}: saving step {self.step}")
         if self.step > 0:
             self.checkpointer.save_now(self.step)
+        name = signal.Signals(self.stopped_by or 0).name
+        narrate(f"stopped by {name} after step {self.step}")
         return False
+
+    def state_dict(self) -> dict[str, Any]:
+        """Step and tokens seen by all ranks, so that another number of ranks can go on counting."""
+        state = super().state_dict()
+        return {**state, "ntokens_seen": state["ntokens_seen"] * self._counting_ranks()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        tokens = state_dict["ntokens_seen"] // self._counting_ranks()
+        super().load_state_dict({**state_dict, "ntokens_seen": tokens})
+
+    def _counting_ranks(self) -> int:
+        """Ranks that read tokens of their own; each counts what it read."""
+        mesh = self.parallel_dims.get_optional_mesh("loss")
+        return mesh.size() if mesh is not None else 1
 
     def _agree_on_data(self) -> None:
         """Refuse to train on corpora that differ between machines.
@@ -132,11 +149,11 @@ class RecipeTrainer(Trainer):
         torch.manual_seed(_mix(seed, self.step, rank))
 
 
-def _host_group() -> dist.ProcessGroup | None:
+def _host_group(timeout_seconds: int) -> dist.ProcessGroup | None:
     """A gloo group over all ranks, for what must not wait for the device; None for one rank."""
     if dist.get_world_size() == 1:
         return None
-    group = dist.new_group(backend="gloo")
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
     assert isinstance(group, dist.ProcessGroup)
     return group
 

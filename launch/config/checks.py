@@ -286,6 +286,9 @@ def _device_rules(recipe: Recipe, device: str) -> list[Problem]:
     if device == "cpu" and recipe.training.enable_cpu_offload:
         message = "true needs a GPU to offload from; this run is on the CPU"
         problems.append(Problem("training.enable_cpu_offload", message))
+    if device == "cpu" and recipe.checkpoint.async_mode == "async_with_pinned_mem":
+        message = "'async_with_pinned_mem' needs a GPU; this run is on the CPU"
+        problems.append(Problem("checkpoint.async_mode", message, "use async or disabled"))
     if device == "cpu" and recipe.optimizer.implementation == "fused_opt_states_bf16":
         message = "'fused_opt_states_bf16' runs on CUDA only"
         problems.append(Problem("optimizer.implementation", message, "use fused"))

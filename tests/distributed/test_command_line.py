@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -57,11 +58,11 @@ def finish(process: subprocess.Popen, limit: float = 120) -> str:
     return output
 
 
-def wait_for_step(folder: Path, step: int, limit: float = 90) -> Path:
+def wait_for_step(base: Path, step: int, limit: float = 90, folder: str = "outputs") -> Path:
     """The run directory, once its newest run has reported ``step``."""
     deadline = time.monotonic() + limit
     while time.monotonic() < deadline:
-        for run in (folder / "outputs").glob("*/*"):
+        for run in (base / folder).glob("*/*"):
             if (run / "metrics.jsonl").is_file() and metrics(run)[-1]["step"] >= step:
                 return run
         time.sleep(0.02)
@@ -110,7 +111,7 @@ def test_a_run_directory_replays_to_the_bit(finished: tuple[Path, str]) -> None:
     process = start(str(run / "recipe.yaml"), 2, ["training.steps=3", f"output_dir={run}/again"])
     output = finish(process)
     assert process.returncode == 0, output
-    again = next((run / "again/recipe").iterdir())
+    again = next((run / "again/quickstart").iterdir())
     assert losses(again) == losses(run)[:3]
 
 
@@ -128,7 +129,7 @@ def test_a_stop_and_a_crash_later_the_run_is_the_same_to_the_bit(
     process.send_signal(signal.SIGTERM)
     output = finish(process)
     assert process.returncode == 128 + signal.SIGTERM, output
-    assert "stopped by signal 15 at step" in output
+    assert "stopped by SIGTERM after step" in output
     assert max(RunDir(stopped).checkpoints()) == RunDir(stopped).read_status()["step"]
 
     process = start("quickstart", 2, [*overrides, "checkpoint.resume=latest"])
@@ -144,7 +145,29 @@ def test_a_stop_and_a_crash_later_the_run_is_the_same_to_the_bit(
     output = finish(process)
     assert process.returncode == 0, output
     assert by_step(stopped) == by_step(run)
+    # What is on record replays the run from its beginning.
+    frozen = yaml.safe_load((stopped / "recipe.yaml").read_text())
+    assert frozen["checkpoint"]["resume"] is None
+    assert frozen["training"]["global_batch_size"] == 4
     assert len(list((stopped / "history").iterdir())) == 2
+
+
+def test_ctrl_c_saves_and_the_printed_command_continues(
+    finished: tuple[Path, str], tmp_path: Path
+) -> None:
+    run, _ = finished
+    overrides = [*settings(run.parents[2]), f"output_dir={tmp_path}/out puts", "training.steps=12"]
+    process = start("quickstart", 2, overrides)
+    stopped = wait_for_step(tmp_path, 2, folder="out puts")
+    process.send_signal(signal.SIGINT)
+    output = finish(process)
+    assert process.returncode == 128 + signal.SIGINT, output
+    (command,) = [line for line in output.splitlines() if line.startswith("continue")]
+    _, _, recipe, resume = shlex.split(command)[1:5]
+    process = start(recipe.partition("=")[2], 2, [resume.replace(" ", "\\ ")])
+    output = finish(process)
+    assert process.returncode == 0, output
+    assert by_step(stopped) == {k: v for k, v in by_step(run).items() if k <= 12}
 
 
 def test_another_recipe_cannot_continue_a_run(finished: tuple[Path, str]) -> None:

@@ -23,6 +23,7 @@ LAYOUTS = {
         "parallelism.data_parallel_replicate_degree=2",
         "parallelism.data_parallel_shard_degree=1",
     ],
+    "tensor2": ["parallelism.tensor_parallel_degree=2"],
     "context2": [
         "parallelism.context_parallel_degree=2",
         "components.chunked_loss.num_chunks=4",

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import torchtitan.trainer
 from torchtitan.components.loss import CrossEntropyLoss
 from torchtitan.config import override
@@ -18,6 +19,7 @@ from components.core.registry import component_types, enabled_components
 from components.titan import attention, device
 from components.titan.build import prepare
 from components.titan.plan import RunPlan
+from components.titan.stop import StopRequest
 from components.titan.story import STORY
 from components.titan.trainer import RecipeTrainer, _mix, refuse_different_corpora
 from launch.config.groups import RECIPES
@@ -153,6 +155,17 @@ def test_step_seeds_differ_by_seed_step_and_rank() -> None:
     assert len(seeds) == 800
     assert all(0 <= seed < 2**63 for seed in seeds)
     assert _mix(1, 2, 3) == _mix(1, 2, 3)
+
+
+def test_a_signal_during_the_vote_waits_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = object()
+    stop = StopRequest(group)  # type: ignore[arg-type]
+    monkeypatch.setattr(
+        torch.distributed, "all_reduce", lambda *args, **kwargs: setattr(stop, "signal", 15)
+    )
+    assert not stop.agreed()
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda *args, **kwargs: None)
+    assert stop.agreed()
 
 
 def test_ranks_that_read_different_documents_are_told_apart() -> None:
