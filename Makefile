@@ -18,6 +18,13 @@ $(error "$(firstword $(_unknown))" is none of: $(VERBS). Overrides are one word 
   without spaces around "=")
 endif
 
+ifneq ($(strip $(ARGS)),)
+ifeq ($(filter test,$(MAKECMDGOALS)),)
+$(error ARGS goes to pytest, in `make test`; elsewhere write KEY=VALUE words: \
+  make bench NAME=chunked_loss size=full)
+endif
+endif
+
 # --- KEY=VALUE words of the command line -------------------------------------------------------
 # MAKEOVERRIDES lists them last first, once per key, with blanks and backslashes escaped. Only the
 # names are taken from there; $(value NAME) is what the user typed. As a word of the command line
@@ -88,7 +95,7 @@ launch: environment ## start RECIPE on a cluster: ON=slurm or skypilot, NODES=2;
 bench: environment ## measure NAME against its floor and its peers (no NAME: list the cases)
 	$(_run) $(call _flag,--name,NAME) $(_pass)
 
-test: environment ## all tests but the slow (ARGS="-k word" for pytest, JOBS=2 at a time)
+test: environment ## all tests but the slow (ARGS="-k 'one or two'" for pytest, JOBS=2 at a time)
 	$(_plain)@exec $(PY) -m pytest -m "not slow" $(if $(filter-out 0 1,$(JOBS)),-n $(JOBS)) $(ARGS)
 
 lint: environment ## ruff (rules and format) and mypy

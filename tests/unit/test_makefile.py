@@ -157,6 +157,7 @@ def test_overrides_do_not_leak_into_the_environment(stub: Path) -> None:
         (["train", "text=two\nlines=3"], "line break"),
         (["recipes", "training.steps=1"], '"make recipes" takes no overrides'),
         (["test", "training.steps=1"], '"make test" takes no overrides'),
+        (["bench", "NAME=x", "ARGS=--size full"], "ARGS goes to pytest"),
     ],
 )
 def test_a_slip_is_refused_before_anything_runs(stub: Path, words: list[str], message: str) -> None:
