@@ -98,8 +98,7 @@ def start(run: RunDir, ranks: int, device: str) -> Outcome:
         with _stop_signals_to_ranks(asked):
             elastic_launch(config, sys.executable)("-u", "-m", "launch.worker", str(run.path))
     except ChildFailedError as error:
-        if asked and not run.checkpoints():
-            # Ranks that were still starting have no handler yet and die of the signal.
+        if died_of_signal(error, asked):
             return Outcome(128 + asked[0], "stopped before the first step")
         return Outcome(1, _first_failure(error, run))
     status = run.read_status()
@@ -107,6 +106,16 @@ def start(run: RunDir, ranks: int, device: str) -> Outcome:
         return Outcome(1, f"the ranks ended without finishing the run; see {run.logs}")
     stopped_by = status["signal"]
     return Outcome(128 + stopped_by if stopped_by else 0)
+
+
+def died_of_signal(error: ChildFailedError, asked: list[int]) -> bool:
+    """Whether the rank that failed first ended by a signal that it was sent to stop.
+
+    Ranks that are still starting have no handler yet and die of it. Later ones save and leave, so
+    any other failure while stopping, a full disk for one, is a failure.
+    """
+    _, failure = error.get_first_failure()
+    return -failure.exitcode in asked
 
 
 @contextlib.contextmanager

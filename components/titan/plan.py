@@ -91,10 +91,6 @@ class RunPlan:
         """Swap the parts that no component replaces; done when all components have been applied."""
         self._defaults.append(factory)
 
-    def matches(self, factory: Callable) -> bool:
-        """Whether an ``@override`` factory would replace anything in this run."""
-        return bool(self._nodes(factory))
-
     def finish(self) -> None:
         """Apply the default overrides to what is left. Call once, after the components."""
         for factory in self._defaults:
