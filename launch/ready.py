@@ -59,8 +59,7 @@ def _settle_batch(recipe: "Recipe", ranks: int) -> None:
 
     A run continued or replayed on other ranks then keeps its batch, by accumulation, or is refused.
     """
-    parallel, training = recipe.parallelism, recipe.training
-    if training.global_batch_size == -1:
-        other = parallel.context_parallel_degree * parallel.tensor_parallel_degree
-        loaders = ranks // (other * parallel.pipeline_parallel_degree)
-        training.global_batch_size = training.local_batch_size * loaders
+    # Imported here: torchtitan settles its device when it is imported.
+    from components.titan.batch import sequences_per_step
+
+    recipe.training.global_batch_size = sequences_per_step(recipe, ranks)

@@ -19,6 +19,7 @@ MAY_CHANGE = (
     "hardware",
     "model.attention",
     "model.flex_autotune",
+    "model.kda_kernel",
     "data.cache_dir",
     "training.steps",
     "training.gc_freq",

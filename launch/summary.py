@@ -1,12 +1,12 @@
 """What `make check` reports about a recipe that passed: sizes, mesh, tokens per step."""
 
 from torchtitan.distributed import ParallelDims
-from torchtitan.protocols.model_spec import ModelSpec
 
 from components.core.base import MemoryTerm, Target
 from components.core.recipe import Recipe
 from components.core.registry import component_types, enabled_components
 from components.models.counts import count_parameters
+from components.titan.batch import sequences_per_pass, sequences_per_step
 
 
 def summarise(recipe: Recipe, target: Target) -> str:
@@ -26,7 +26,7 @@ def summarise(recipe: Recipe, target: Target) -> str:
 
 def memory_terms(recipe: Recipe, target: Target) -> list[MemoryTerm]:
     """What one rank needs, as far as it is known before a run. Activations are not estimated."""
-    total = count_parameters(_spec(recipe)).total
+    total = count_parameters(recipe.model.build_spec()).total
     dims = ParallelDims.from_config(recipe.parallelism, target.ranks)
     nbytes = total * recipe.optimizer.bytes_per_parameter(recipe.training.dtype)
     state = MemoryTerm(
@@ -52,12 +52,8 @@ def _result(terms: list[MemoryTerm], target: Target) -> str:
     return "no problem found"
 
 
-def _spec(recipe: Recipe) -> ModelSpec:
-    return recipe.model.build_spec("varlen" if recipe.model.attention == "varlen" else "flex")
-
-
 def _model(recipe: Recipe) -> str:
-    spec = _spec(recipe)
+    spec = recipe.model.build_spec()
     counts = count_parameters(spec)
     return (
         f"{spec.name} {spec.flavor}, {_large(counts.total)} parameters, "
@@ -76,10 +72,8 @@ def _mesh(recipe: Recipe, ranks: int) -> str:
 
 
 def _batch(recipe: Recipe, ranks: int) -> str:
-    dims = ParallelDims.from_config(recipe.parallelism, ranks)
     training = recipe.training
-    per_pass = training.local_batch_size * dims.dp_replicate * dims.dp_shard
-    sequences = training.global_batch_size if training.global_batch_size > 0 else per_pass
+    per_pass, sequences = sequences_per_pass(recipe, ranks), sequences_per_step(recipe, ranks)
     tokens = sequences * training.seq_len
     text = f"{sequences} sequences of {training.seq_len:,} = {tokens:,} tokens per step"
     if sequences != per_pass:

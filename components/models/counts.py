@@ -14,7 +14,10 @@ _PARTS = (
     ("routed_experts", ".moe.routed_experts."),
     ("shared_experts", ".moe.shared_experts."),
     ("router", ".moe.router."),
+    ("indexer", ".attention.indexer."),
     ("attention", ".attention."),
+    ("hyper_connections", ".attention_hc."),
+    ("hyper_connections", ".ffn_hc."),
     ("dense_ffn", ".feed_forward."),
 )
 
@@ -33,7 +36,11 @@ class Counts:
     lm_head: int
     """Output head."""
     attention: int
-    """Projections, per-head norms and sinks of all layers."""
+    """Projections, per-head norms, sinks, convolutions and gates of all layers."""
+    indexer: int
+    """What picks the keys of sparse attention. 0 for other attention."""
+    hyper_connections: int
+    """What mixes several residual streams. 0 for a single stream."""
     routed_experts: int
     """All routed experts of all layers."""
     shared_experts: int

@@ -11,7 +11,8 @@ from torchtitan.models.common.decoder import Decoder
 from torchtitan.protocols.model_spec import ModelSpec
 
 from components.core.problems import did_you_mean
-from components.models.settings import Finding, ModelSettings, TitanAttention
+from components.models.settings import Finding
+from components.models.titan_attention import TitanAttention, TitanAttentionSettings
 
 if TYPE_CHECKING:
     from components.core.recipe import Recipe
@@ -53,7 +54,7 @@ def flavors(family: TitanFamily) -> list[str]:
 
 
 @dataclass(kw_only=True, slots=True)
-class TitanModel(ModelSettings):
+class TitanModel(TitanAttentionSettings):
     """A text decoder exactly as torchtitan's library defines it, Hugging Face adapter included."""
 
     family: TitanFamily
@@ -82,14 +83,14 @@ class TitanModel(ModelSettings):
         """Routed experts in each layer that has any; None for a dense model."""
         return self._shape().n_experts
 
-    def build_spec(self, attention: TitanAttention) -> ModelSpec:
+    def build_spec(self) -> ModelSpec:
         """See ``ModelSettings.build_spec``."""
         self.refuse_problems()
-        return _spec(self.family, self.flavor, attention)
+        return _spec(self.family, self.flavor, self.inner_attention)
 
     def check(self) -> list[Finding]:
         """See ``ModelSettings.check``."""
-        found = ModelSettings.check(self)
+        found = TitanAttentionSettings.check(self)
         if self.family not in _FLAVOR_TABLES:
             message = f"{self.family!r} is no decoder family of torchtitan; "
             found.append(("model.family", message + _choices(self.family, _FLAVOR_TABLES)))

@@ -8,7 +8,8 @@ from torchtitan.protocols.model_spec import ModelSpec
 from components.core.problems import nearest_multiples
 from components.core.units import Tokens
 from components.models.moe_spec import build_moe_spec
-from components.models.settings import Finding, ModelSettings, TitanAttention
+from components.models.settings import Finding
+from components.models.titan_attention import TitanAttentionSettings
 
 if TYPE_CHECKING:
     from components.core.recipe import Recipe
@@ -34,7 +35,7 @@ _SMALLEST_HEAD = 16
 
 
 @dataclass(kw_only=True, slots=True)
-class MoEModel(ModelSettings):
+class MoEModel(TitanAttentionSettings):
     """A pre-norm decoder whose feed-forward layers route each token to ``top_k`` of ``n_experts``.
 
     Every module is torchtitan's: its Qwen3 decoder (with or without the query/key norm), grouped
@@ -118,14 +119,14 @@ class MoEModel(ModelSettings):
     """torchtitan's token exchange under expert parallelism. "standard": all-to-all collectives;
     the others need CUDA, expert parallelism above 1, and deepep and hybridep an extra package."""
 
-    def build_spec(self, attention: TitanAttention) -> ModelSpec:
+    def build_spec(self) -> ModelSpec:
         """See ``ModelSettings.build_spec``."""
         self.refuse_problems()
-        return build_moe_spec(self, attention)
+        return build_moe_spec(self)
 
     def check(self) -> list[Finding]:
         """See ``ModelSettings.check``."""
-        problems = ModelSettings.check(self) + self._check_ranges()
+        problems = TitanAttentionSettings.check(self) + self._check_ranges()
         if not problems:
             # Divisibility is worth reading only once every number is in range.
             problems = self._check_attention() + self._check_experts() + self._check_dense()

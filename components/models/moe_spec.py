@@ -21,13 +21,11 @@ from torchtitan.models.qwen3.model import Qwen3Model, Qwen3TransformerBlock
 from torchtitan.models.qwen3.parallelize import parallelize_qwen3
 from torchtitan.protocols.model_spec import ModelSpec
 
-from components.models.settings import TitanAttention
-
 if TYPE_CHECKING:
     from components.models.moe import MoEModel
 
 
-def build_moe_spec(model: "MoEModel", attention: TitanAttention) -> ModelSpec:
+def build_moe_spec(model: "MoEModel") -> ModelSpec:
     """Describe ``model`` for torchtitan's trainer. ``model`` has passed its ``check``.
 
     The description reports FLOPs the way torchtitan does: attention is counted as if it were not
@@ -37,7 +35,7 @@ def build_moe_spec(model: "MoEModel", attention: TitanAttention) -> ModelSpec:
         name="moe",
         flavor=f"{model.n_layers}x{model.dim}_{model.n_experts}x{model.expert_hidden_dim}"
         f"_top{model.top_k}",
-        model=_decoder(model, attention),
+        model=_decoder(model),
         parallelize_fn=parallelize_qwen3,
         pipelining_fn=pipeline_llm,
         post_optimizer_build_fn=register_moe_load_balancing_hook,
@@ -45,7 +43,7 @@ def build_moe_spec(model: "MoEModel", attention: TitanAttention) -> ModelSpec:
     )
 
 
-def _decoder(model: "MoEModel", attention: TitanAttention) -> Qwen3Model.Config:
+def _decoder(model: "MoEModel") -> Qwen3Model.Config:
     embedding_init = skip_param_init if model.tie_embeddings else _normal(model)
     return Qwen3Model.Config(
         dim=model.dim,
@@ -55,27 +53,25 @@ def _decoder(model: "MoEModel", attention: TitanAttention) -> Qwen3Model.Config:
             embedding_dim=model.dim,
             param_init={"weight": embedding_init},
         ),
-        layers=[_layer(model, index, attention) for index in range(model.n_layers)],
+        layers=[_layer(model, index) for index in range(model.n_layers)],
         norm=_norm(model, model.dim),
         lm_head=_linear(model, model.dim, model.vocab_size),
         enable_weight_tying=model.tie_embeddings,
     )
 
 
-def _layer(
-    model: "MoEModel", index: int, attention: TitanAttention
-) -> Qwen3TransformerBlock.Config:
+def _layer(model: "MoEModel", index: int) -> Qwen3TransformerBlock.Config:
     dense_hidden = model.dense_hidden_dim if index < model.n_dense_layers else None
     return Qwen3TransformerBlock.Config(
         attention_norm=_norm(model, model.dim),
-        attention=_attention(model, attention),
+        attention=_attention(model),
         ffn_norm=_norm(model, model.dim),
         feed_forward=None if dense_hidden is None else _swiglu(model, dense_hidden),
         moe=_moe(model) if dense_hidden is None else None,
     )
 
 
-def _attention(model: "MoEModel", attention: TitanAttention) -> GQAttention.Config:
+def _attention(model: "MoEModel") -> GQAttention.Config:
     return make_gqa_config(
         dim=model.dim,
         n_heads=model.n_heads,
@@ -83,7 +79,7 @@ def _attention(model: "MoEModel", attention: TitanAttention) -> GQAttention.Conf
         head_dim=model.head_dim,
         wqkv_param_init={"weight": _normal(model)},
         wo_param_init={"weight": _residual_normal(model)},
-        inner_attention=get_attention_config(attention),
+        inner_attention=get_attention_config(model.inner_attention),
         fuse_qkv=True,
         rope=CosSinRoPE.Config(
             dim=model.head_dim, max_seq_len=model.max_seq_len, theta=model.rope_theta

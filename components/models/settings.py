@@ -1,8 +1,9 @@
 """What every model of the project can be asked, whichever library it comes from."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from torchtitan.protocols.model_spec import ModelSpec
 
@@ -12,8 +13,16 @@ if TYPE_CHECKING:
 Finding = tuple[str, str]
 """A dotted configuration key; what is wrong with its value, and which values are legal."""
 
-AttentionChoice = Literal["auto", "flex", "varlen", "sdpa"]
-TitanAttention = Literal["flex", "varlen"]
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KernelChoice:
+    """Which implementations a model runs on one device."""
+
+    overrides: tuple[Callable, ...] = ()
+    """torchtitan ``@override`` factories. Each swaps the parts of the model that no component
+    replaces."""
+    notes: tuple[str, ...] = ()
+    """Choices made for the user, such as "attention: sdpa (auto on cpu)", to be logged once."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -24,14 +33,6 @@ class ModelSettings(ABC):
     ``n_layers`` and ``n_experts`` (routed experts per layer, None for a dense model) as fields or
     as properties. Reading them must not fail, whatever ``check`` has to say.
     """
-
-    attention: AttentionChoice = "auto"
-    """Inner attention of every layer. "auto": "flex" on CUDA, "sdpa" elsewhere. "varlen" has no CPU
-    kernel and no context parallelism."""
-
-    flex_autotune: bool = False
-    """Let torch benchmark flex attention's kernels for each new sequence length before the first
-    step. Minutes of waiting per length, so for long runs only. Needs attention "auto" or "flex"."""
 
     if TYPE_CHECKING:
         # For type checkers alone: a property here would become the default of a subclass's field.
@@ -45,24 +46,29 @@ class ModelSettings(ABC):
         def n_experts(self) -> int | None: ...
 
     @abstractmethod
-    def build_spec(self, attention: TitanAttention) -> ModelSpec:
+    def build_spec(self) -> ModelSpec:
         """Build torchtitan's description of this model. Allocates no parameters.
 
-        Args:
-            attention: which of torchtitan's inner attentions every layer is configured with.
+        The description is the same for every device; ``choose_kernels`` says what to change in it.
 
         Raises:
             ValueError: ``check`` found problems; the message lists all of them.
         """
 
+    def choose_kernels(self, device: str) -> KernelChoice:
+        """Decide what computes the parts of this model that have several implementations.
+
+        Args:
+            device: "cpu" or "cuda".
+
+        Raises:
+            ValueError: what the settings ask for cannot train on this device; the message is
+                "dotted key: what is wrong, and what is legal".
+        """
+        return KernelChoice()
+
     def check(self) -> list[Finding]:
         """List every problem that can be found without building the model."""
-        if self.flex_autotune and self.attention not in ("auto", "flex"):
-            message = (
-                f"true has no effect with model.attention = {self.attention!r}; "
-                "legal: false, or model.attention 'auto' or 'flex'"
-            )
-            return [("model.flex_autotune", message)]
         return []
 
     def check_run(self, recipe: "Recipe") -> list[Finding]:

@@ -16,7 +16,7 @@ from torchtitan.components.validate import Validator
 from components.core.base import Component
 from components.core.recipe import Recipe
 from components.core.registry import enabled_components
-from components.titan import attention, dispatch
+from components.titan import dispatch
 from components.titan.expert_load import ExpertLoad
 from components.titan.plan import ParallelizeFn, RunPlan
 from components.titan.tokenizer import tokenizer_config
@@ -66,16 +66,16 @@ def prepare(recipe: Recipe, run_dir: Path, device: str, world_size: int) -> Run:
         world_size: ranks in the job.
 
     Raises:
-        ValueError: two components claim the same seam, or one matches nothing.
+        ValueError: two components claim the same seam, or one matches nothing; or the model has no
+            kernels for this device.
     """
     # Components may edit what they are given; the recipe on record must stay what the user wrote.
     recipe = copy.deepcopy(recipe)
-    notes: list[str] = []
-    backend = attention.resolve_attention(recipe.model.attention, device)
-    notes.append(f"attention: {backend}" + _because(recipe.model.attention, device))
-    config = _stock_config(recipe, run_dir, backend)
+    kernels = recipe.model.choose_kernels(device)
+    config = _stock_config(recipe, run_dir)
     plan = RunPlan(recipe, config, device, world_size)
-    _choose_attention(plan, backend)
+    for factory in kernels.overrides:
+        plan.default_override(factory)
     expert_load = ExpertLoad()
     plan.after_optimizer(expert_load.attach, first=True)
     enabled = enabled_components(recipe.components)
@@ -86,20 +86,15 @@ def prepare(recipe: Recipe, run_dir: Path, device: str, world_size: int) -> Run:
         _make_gloo_safe(plan)
     plan.finish()
     names = ", ".join(component.name for component in enabled) or "none"
-    notes.append(f"components: {names}")
     type(config).__post_init__(config)
-    return Run(config, enabled, notes, expert_load)
+    return Run(config, enabled, [*kernels.notes, f"components: {names}"], expert_load)
 
 
-def _because(wanted: str, device: str) -> str:
-    return f" (auto on {device})" if wanted == "auto" else ""
-
-
-def _stock_config(recipe: Recipe, run_dir: Path, backend: str) -> RecipeTrainer.Config:
+def _stock_config(recipe: Recipe, run_dir: Path) -> RecipeTrainer.Config:
     """torchtitan's configuration with every technique off."""
     tokenizer, tokenizer_path = tokenizer_config(recipe.data.tokenizer)
     return RecipeTrainer.Config(
-        model_spec=recipe.model.build_spec("varlen" if backend == "varlen" else "flex"),
+        model_spec=recipe.model.build_spec(),
         hf_assets_path=tokenizer_path,
         dump_folder=str(run_dir),
         profiler=recipe.profiler,
@@ -137,13 +132,6 @@ def _validator(recipe: Recipe) -> Validator.Config:
             batches_multiple=recipe.training.local_batch_size // size if pipelined else 1,
         ),
     )
-
-
-def _choose_attention(plan: RunPlan, backend: str) -> None:
-    if backend == "sdpa":
-        plan.default_override(attention.sdpa)
-    elif backend == "flex" and not plan.recipe.model.flex_autotune:
-        plan.default_override(attention.quick_flex)
 
 
 def _make_gloo_safe(plan: RunPlan) -> None:

@@ -1,17 +1,21 @@
 """Checkpoints: torchtitan's manager with resume, a save on demand and a readable refusal."""
 
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torchtitan.components.checkpointer import CheckpointManager
+from torchtitan.components.checkpointer.base import MODEL
 from torchtitan.tools import filesystem
 
 from components.core.units import Count
+from components.titan.export import ExportRules
 from components.titan.story import narrate
 
 # More than this many differing tensors are counted, not listed.
@@ -79,6 +83,31 @@ class RunCheckpoints(CheckpointManager):
 
     def _should_save(self, curr_step: int, last_step: bool = False) -> bool:
         return self._forced or super()._should_save(curr_step, last_step)
+
+    def dcp_save(self, state_dict: dict[str, Any], checkpoint_id: str, **options: Any) -> Any:
+        """Save; see ``ExportRules`` for what a model's adapter adds to exports."""
+        rules = self.sd_adapter if isinstance(self.sd_adapter, ExportRules) else None
+        if rules is not None:
+            state_dict = self._keep_float32(state_dict, rules)
+        result = super().dcp_save(state_dict, checkpoint_id, **options)
+        if options.get("to_hf", False) and dist.get_rank() == 0:
+            folder = Path(checkpoint_id)
+            # What each rank wrote; by now torch has merged it on every rank.
+            shutil.rmtree(folder / "sharded")
+            files = {} if rules is None else rules.export_files(state_dict)
+            for name, text in files.items():
+                (folder / name).write_text(text)
+        return result
+
+    def _keep_float32(self, state_dict: dict[str, Any], rules: ExportRules) -> dict[str, Any]:
+        """Undo torchtitan's cast to ``export_dtype`` where the rules say so."""
+        source = self.states[MODEL].state_dict()
+        kept = {
+            name: source[name]
+            for name in state_dict.keys() & source.keys()
+            if rules.stays_float32(name) and source[name].dtype == torch.float32
+        }
+        return state_dict | kept
 
     def dcp_load(
         self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool

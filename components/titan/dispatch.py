@@ -5,6 +5,8 @@ gloo refuses; the single-tensor form works on gloo and NCCL alike.
 """
 
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 import torch
 from torch.distributed._functional_collectives import all_to_all_single
@@ -14,12 +16,10 @@ from torchtitan.config.override import derive
 from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
 
 
-class GlooTokenDispatcher(AllToAllTokenDispatcher):
-    """All-to-all dispatcher whose three exchanges use the single-tensor collective."""
+class GlooExchange:
+    """The three exchanges of an all-to-all dispatcher, with the single-tensor collective."""
 
-    @dataclass(kw_only=True, slots=True)
-    class Config(AllToAllTokenDispatcher.Config):
-        pass
+    ep_mesh: Any
 
     def _token_count_exchange(
         self, counts: torch.Tensor, pg: ProcessGroup, ep_size: int
@@ -37,6 +37,28 @@ class GlooTokenDispatcher(AllToAllTokenDispatcher):
         return all_to_all_single(x, input_splits, output_splits, self.ep_mesh)
 
 
-@override(target=AllToAllTokenDispatcher.Config, exact=True, description="single-tensor all-to-all")
-def gloo(cfg: AllToAllTokenDispatcher.Config) -> GlooTokenDispatcher.Config:
-    return derive(cfg, GlooTokenDispatcher.Config)
+class GlooTokenDispatcher(GlooExchange, AllToAllTokenDispatcher):
+    """torchtitan's all-to-all dispatcher over gloo."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(AllToAllTokenDispatcher.Config):
+        pass
+
+
+@cache
+def over_gloo(dispatcher: type[AllToAllTokenDispatcher]) -> type[AllToAllTokenDispatcher]:
+    """The same dispatcher, whatever it adds to torchtitan's, with its exchanges over gloo."""
+    if dispatcher is AllToAllTokenDispatcher:
+        return GlooTokenDispatcher
+    if issubclass(dispatcher, GlooExchange):
+        return dispatcher
+    config: type = dataclass(kw_only=True, slots=True)(type("Config", (dispatcher.Config,), {}))
+    name = f"Gloo{dispatcher.__name__}"
+    return type(name, (GlooExchange, dispatcher), {"Config": config})
+
+
+@override(target=AllToAllTokenDispatcher.Config, description="single-tensor all-to-all")
+def gloo(cfg: AllToAllTokenDispatcher.Config) -> AllToAllTokenDispatcher.Config:
+    owner = type(cfg)._owner
+    assert owner is not None and issubclass(owner, AllToAllTokenDispatcher)
+    return derive(cfg, over_gloo(owner).Config)

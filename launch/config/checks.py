@@ -16,7 +16,6 @@ from components.core.base import Target
 from components.core.problems import Problem, RecipeError, nearest_multiples, shown
 from components.core.recipe import Recipe
 from components.core.registry import enabled_components
-from components.titan.attention import resolve_attention
 from components.titan.build import prepare
 from components.titan.tokenizer import vocabulary_size
 from launch.config.combinations import check_combinations
@@ -280,7 +279,7 @@ def _components(recipe: Recipe, target: Target) -> Iterator[Problem]:
 def _device_rules(recipe: Recipe, device: str) -> list[Problem]:
     problems = []
     try:
-        resolve_attention(recipe.model.attention, device)
+        recipe.model.choose_kernels(device)
     except ValueError as error:
         problems.append(_from_sentence(str(error)))
     if device == "cpu" and recipe.training.enable_cpu_offload:

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from components.core.problems import Problem
 from components.core.recipe import Recipe
+from components.models.titan_attention import TitanAttentionSettings
 
 
 def check_combinations(recipe: Recipe, world_size: int) -> Iterator[Problem]:
@@ -21,8 +22,9 @@ def _seed_checkpoint(recipe: Recipe, world_size: int) -> Iterator[Problem]:
 
 
 def _context_parallel(recipe: Recipe) -> Iterator[Problem]:
-    degree = recipe.parallelism.context_parallel_degree
-    if degree > 1 and recipe.model.attention == "varlen":
+    degree, model = recipe.parallelism.context_parallel_degree, recipe.model
+    varlen = isinstance(model, TitanAttentionSettings) and model.attention == "varlen"
+    if degree > 1 and varlen:
         message = f"'varlen' cannot run with parallelism.context_parallel_degree {degree}"
         yield Problem("model.attention", message, "use 'auto', 'flex' or 'sdpa'")
 

@@ -39,6 +39,21 @@ components:
     num_chunks: 8
 """
 
+STEADY_GLM = """\
+defaults:
+- /base
+- override /model: glm_flash_tiny
+- override /data: stdlib
+- _self_
+hardware:
+  ranks: 1
+  device: cpu
+training:
+  seq_len: 2048
+  local_batch_size: 1
+  steps: 60
+"""
+
 
 @dataclass(frozen=True)
 class Mistake:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from components.models.glm_flash.settings import GlmFlashModel
 from components.models.moe import MoEModel
 
 
@@ -37,3 +38,31 @@ def big_moe(**changes: Any) -> MoEModel:
         "max_seq_len": 2**20,
     }
     return MoEModel(**(settings | changes))
+
+
+def tiny_glm(**changes: Any) -> GlmFlashModel:
+    """Three KDA layers and a DSA one of width 128, 8 experts, top-2: conf glm_flash_tiny."""
+    settings: dict[str, Any] = {
+        "n_layers": 4,
+        "dim": 128,
+        "layer_types": ["kda", "kda", "kda", "dsa"],
+        "vocab_size": 320,
+        "max_seq_len": 32_768,
+        "kda_heads": 4,
+        "kda_head_dim": 32,
+        "n_heads": 4,
+        "q_lora_rank": 64,
+        "kv_lora_rank": 32,
+        "qk_head_dim": 32,
+        "v_head_dim": 32,
+        "index_n_heads": 8,
+        "index_head_dim": 16,
+        "index_topk": 128,
+        "n_dense_layers": 1,
+        "dense_hidden_dim": 256,
+        "n_experts": 8,
+        "top_k": 2,
+        "expert_hidden_dim": 128,
+        "load_balance_coeff": 0.01,
+    }
+    return GlmFlashModel(**(settings | changes))

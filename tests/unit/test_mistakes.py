@@ -20,6 +20,7 @@ from tests.unit.config_support import (
     CORPUS,
     DEFAULTS,
     STEADY,
+    STEADY_GLM,
     Mistake,
     answer_to,
     assert_answers,
@@ -51,6 +52,14 @@ def test_a_mistake_in_the_defaults_list(mistake: Mistake, tmp_path: Path) -> Non
 def test_a_mistake_on_the_command_line(mistake: Mistake, tmp_path: Path) -> None:
     overrides = mistake.given.removesuffix("\n").split("\n")
     answer = answer_to(write_recipe(tmp_path, STEADY), overrides)
+    assert_answers(answer, mistake.says)
+    assert "(command line)" in answer or "(conf/" in answer
+
+
+@pytest.mark.parametrize("mistake", corpus("glm_flash"), ids=named)
+def test_a_mistake_about_glm_flash(mistake: Mistake, tmp_path: Path) -> None:
+    overrides = mistake.given.removesuffix("\n").split("\n")
+    answer = answer_to(write_recipe(tmp_path, STEADY_GLM), overrides)
     assert_answers(answer, mistake.says)
     assert "(command line)" in answer or "(conf/" in answer
 
@@ -210,13 +219,14 @@ def test_the_command_line_prints_problems_and_returns_two(
     assert "Traceback" not in printed.err
 
 
-def test_the_steady_recipe_has_no_mistake_of_its_own(tmp_path: Path) -> None:
-    ready = Ready(write_recipe(tmp_path, STEADY), [], None, anywhere=True)
-    assert (ready.ranks, ready.recipe.training.seq_len) == (1, 2048)
+def test_the_steady_recipes_have_no_mistake_of_their_own(tmp_path: Path) -> None:
+    for steady in (STEADY, STEADY_GLM):
+        ready = Ready(write_recipe(tmp_path, steady), [], None, anywhere=True)
+        assert (ready.ranks, ready.recipe.training.seq_len) == (1, 2048)
 
 
 def test_no_two_mistakes_of_a_corpus_are_one() -> None:
     for file in sorted(CORPUS.glob("*.txt")):
         mistakes = corpus(file.stem)
         assert len({m.name for m in mistakes}) == len({m.given for m in mistakes}) == len(mistakes)
-    assert len(list(CORPUS.glob("*.txt"))) == 5
+    assert len(list(CORPUS.glob("*.txt"))) == 6

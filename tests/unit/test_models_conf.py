@@ -8,10 +8,11 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from components.models.counts import count_parameters
+from components.models.glm_flash.settings import GlmFlashModel
 from components.models.settings import ModelSettings
 from launch.config.binder import Binder
 from launch.config.schema import field_docs, init_fields
-from tests.unit.models_support import big_moe, tiny_moe
+from tests.unit.models_support import big_moe, tiny_glm, tiny_moe
 
 CONF = Path(__file__).parents[2] / "conf"
 NAMES = sorted(path.stem for path in (CONF / "model").glob("*.yaml"))
@@ -34,8 +35,8 @@ def bound(name: str) -> ModelSettings:
 
 def test_all_model_files_are_known_here() -> None:
     assert NAMES == [
-        "gpt_oss_120b", "gpt_oss_20b", "llama3_debug", "moe_120b", "moe_241b", "moe_667b",
-        "moe_debug", "moe_slice", "moe_tiny",
+        "glm_flash", "glm_flash_4layer", "glm_flash_tiny", "gpt_oss_120b", "gpt_oss_20b",
+        "llama3_debug", "moe_120b", "moe_241b", "moe_667b", "moe_debug", "moe_slice", "moe_tiny",
     ]  # fmt: skip
 
 
@@ -43,7 +44,7 @@ def test_all_model_files_are_known_here() -> None:
 def test_a_model_file_binds_checks_and_builds(name: str) -> None:
     settings = bound(name)
     assert settings.check() == []
-    config = settings.build_spec("flex").model
+    config = settings.build_spec().model
     assert settings.vocab_size == config.vocab_size
     assert settings.max_seq_len == config.max_seq_len
     assert settings.n_layers == len(config.layers)
@@ -71,10 +72,13 @@ def test_every_setting_is_documented(name: str) -> None:
         ("moe_slice", 5_216_390_144),
         ("moe_debug", 164_672),
         ("moe_tiny", 3_429_504),
+        ("glm_flash", 313_326_799_870),
+        ("glm_flash_4layer", 4_452_875_800),
+        ("glm_flash_tiny", 1_921_028),
     ],
 )
 def test_a_model_file_has_the_size_it_says(name: str, total: int) -> None:
-    assert count_parameters(bound(name).build_spec("flex")).total == total
+    assert count_parameters(bound(name).build_spec()).total == total
 
 
 def test_the_deeper_files_differ_in_depth_alone() -> None:
@@ -84,3 +88,11 @@ def test_the_deeper_files_differ_in_depth_alone() -> None:
     assert bound("moe_667b") == big_moe(**published, n_layers=39)
     assert bound("moe_slice") == big_moe(**published, n_layers=2, n_experts=24)
     assert bound("moe_debug") == tiny_moe(load_balance_coeff=0.01)
+
+
+def test_the_glm_flash_files_differ_in_what_they_say() -> None:
+    assert bound("glm_flash") == GlmFlashModel()
+    assert bound("glm_flash_tiny") == tiny_glm()
+    four = ["kda", "kda", "kda", "dsa"]
+    slice_ = GlmFlashModel(n_layers=4, layer_types=four, n_dense_layers=1, n_experts=32)
+    assert bound("glm_flash_4layer") == slice_

@@ -31,7 +31,7 @@ FAMILY = {
 def test_the_moe_family_counts_to_the_unit(n_layers: int) -> None:
     layer = ATTENTION + 384 * EXPERT + ROUTER + NORMS
     visited = ATTENTION + 8 * EXPERT + ROUTER + NORMS
-    counts = count_parameters(big_moe(n_layers=n_layers).build_spec("flex"))
+    counts = count_parameters(big_moe(n_layers=n_layers).build_spec())
     assert counts.total == n_layers * layer + 2 * VOCABULARY + FINAL_NORM
     assert counts.active_per_token == n_layers * visited + VOCABULARY + FINAL_NORM
     assert (counts.total, counts.active_per_token) == FAMILY[n_layers]
@@ -58,7 +58,7 @@ def test_active_counts_explain_the_published_throughput(
 
 def test_the_slice_has_5_216_billion_parameters() -> None:
     layer = ATTENTION + 24 * EXPERT + 24 * 7168 + NORMS
-    counts = count_parameters(big_moe(n_layers=2, n_experts=24).build_spec("flex"))
+    counts = count_parameters(big_moe(n_layers=2, n_experts=24).build_spec())
     assert counts.total == 2 * layer + 2 * VOCABULARY + FINAL_NORM == 5_216_390_144
 
 
@@ -75,7 +75,7 @@ def test_gpt_oss_matches_its_published_table(
     vocabulary: float,
 ) -> None:
     model = TitanModel(family="gpt_oss", flavor=flavor)
-    counts = count_parameters(model.build_spec("flex"))
+    counts = count_parameters(model.build_spec())
     assert counts.total / 1e9 == pytest.approx(total, abs=0.005)
     assert counts.active_per_token / 1e9 == pytest.approx(active, abs=0.005)
     mlp = counts.routed_experts + counts.router + counts.norms
@@ -95,16 +95,16 @@ def test_gpt_oss_matches_its_published_table(
     ids=["plain", "shared_and_dense", "tied", "dense_llama3"],
 )
 def test_the_parts_add_up_to_the_built_model(model: MoEModel | TitanModel) -> None:
-    spec = model.build_spec("flex")
+    spec = model.build_spec()
     counts = count_parameters(spec)
     built = sum(parameter.numel() for parameter in spec.model.build().parameters())
     assert counts.total == built == sum(parts_of(counts).values())
-    assert counts.other == 0
+    assert counts.other == counts.indexer == counts.hyper_connections == 0
 
 
 def test_active_counts_shared_experts_and_dense_layers_whole() -> None:
     model = tiny_moe(n_shared_experts=1, n_dense_layers=1, dense_hidden_dim=96)
-    counts = count_parameters(model.build_spec("flex"))
+    counts = count_parameters(model.build_spec())
     expert = 3 * 64 * 64
     assert counts.routed_experts == 4 * expert
     assert counts.shared_experts == expert
@@ -113,8 +113,8 @@ def test_active_counts_shared_experts_and_dense_layers_whole() -> None:
 
 
 def test_a_tied_matrix_counts_once_and_is_active() -> None:
-    untied = count_parameters(tiny_moe().build_spec("flex"))
-    tied = count_parameters(tiny_moe(tie_embeddings=True).build_spec("flex"))
+    untied = count_parameters(tiny_moe().build_spec())
+    tied = count_parameters(tiny_moe(tie_embeddings=True).build_spec())
     assert (tied.embedding, tied.lm_head) == (0, untied.lm_head)
     assert tied.total == untied.total - untied.embedding
     assert tied.active_per_token == untied.active_per_token
@@ -126,7 +126,7 @@ def parts_of(counts: Counts) -> dict[str, int]:
 
 
 def test_a_parameter_outside_the_known_parts_is_counted_as_other() -> None:
-    spec = tiny_moe().build_spec("flex")
+    spec = tiny_moe().build_spec()
     spec.model = spec.model.lm_head
     counts = count_parameters(spec)
     assert counts.other == counts.total == counts.active_per_token == 320 * 64
@@ -140,13 +140,17 @@ def test_a_parameter_outside_the_known_parts_is_counted_as_other() -> None:
         ("layers.0.ffn_norm.weight", "norms"),
         ("layers.0.attention_norm.weight", "norms"),
         ("layers.0.attention.q_norm.weight", "attention"),
+        ("layers.0.attention.indexer.k_norm.weight", "indexer"),
+        ("layers.0.attention.indexer.compress_ape", "indexer"),
+        ("layers.0.attention_hc.fn", "hyper_connections"),
+        ("layers.0.ffn_hc.affine.base", "hyper_connections"),
         ("mtp.0.enorm.weight", "other"),
         ("mtp.0.norm.proj.weight", "other"),
         ("norm", "other"),
         ("scale", "other"),
     ],
 )
-def test_norms_are_the_modules_called_norm(name: str, part: str) -> None:
+def test_a_name_tells_which_part_a_parameter_belongs_to(name: str, part: str) -> None:
     parent = torch.nn.Module()
     *modules, leaf = name.split(".")
     module = parent
@@ -162,7 +166,7 @@ def test_norms_are_the_modules_called_norm(name: str, part: str) -> None:
 @pytest.mark.parametrize("tied", [False, True])
 def test_torchtitan_reports_the_same_size_and_the_flops_of_the_active_part(tied: bool) -> None:
     model = tiny_moe(tie_embeddings=tied, n_dense_layers=1, dense_hidden_dim=96, head_dim=32)
-    spec = model.build_spec("flex")
+    spec = model.build_spec()
     counts = count_parameters(spec)
     with torch.device("meta"):
         built = spec.model.build()

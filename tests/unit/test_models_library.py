@@ -7,6 +7,7 @@ import pytest
 from torchtitan.models.common.decoder import Decoder
 
 from components.models.library import TitanFamily, TitanModel, flavors
+from components.models.titan_attention import TitanAttention
 
 
 @pytest.mark.parametrize("family", get_args(TitanFamily))
@@ -14,8 +15,8 @@ def test_every_flavor_of_every_family_builds_a_decoder(family: Any) -> None:
     names = flavors(family)
     assert "debugmodel" in names
     for flavor in names:
-        for attention in ("flex", "varlen"):
-            spec = TitanModel(family=family, flavor=flavor).build_spec(attention)
+        for attention in get_args(TitanAttention):
+            spec = TitanModel(family=family, flavor=flavor, attention=attention).build_spec()
             assert (spec.name, spec.flavor) == (family, flavor)
             assert isinstance(spec.model, Decoder.Config)
             inner = type(spec.model.first_attention.inner_attention).__qualname__
@@ -56,7 +57,7 @@ def test_unknown_names_are_refused_with_the_legal_ones(
     model = TitanModel(family=family, flavor=flavor)
     assert [f"{key}: {text}" for key, text in model.check()] == [message]
     with pytest.raises(ValueError) as caught:
-        model.build_spec("flex")
+        model.build_spec()
     assert str(caught.value) == message
 
 

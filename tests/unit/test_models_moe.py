@@ -26,7 +26,7 @@ SEQ_LEN = 64
 
 def build(model: MoEModel, seed: int = 0) -> Qwen3Model:
     """The initialised model on the CPU, in float32, with an attention that has a CPU backward."""
-    spec = model.build_spec("flex")
+    spec = model.build_spec()
     for layer in spec.model.layers:
         layer.attention.inner_attention = SdpaAttention.Config()
     built = spec.model.build()
@@ -89,7 +89,7 @@ def test_router_and_balancing_settings_arrive_in_torchtitan() -> None:
     model = tiny_moe(
         score_func="softmax", route_norm=False, route_scale=2.5, load_balance_coeff=0.02, top_k=3
     )
-    for layer in model.build_spec("flex").model.layers:
+    for layer in model.build_spec().model.layers:
         router = layer.moe.router
         assert (router.num_experts, router.top_k, router.score_func) == (4, 3, "softmax")
         assert (router.route_norm, router.route_scale) == (False, 2.5)
@@ -100,29 +100,34 @@ def test_router_and_balancing_settings_arrive_in_torchtitan() -> None:
 
 def test_attention_settings_arrive_in_torchtitan() -> None:
     model = tiny_moe(rope_theta=500_000.0, max_seq_len=4096, qk_norm=True, norm_eps=1e-5)
-    config = model.build_spec("flex").model
+    config = model.build_spec().model
     assert config.max_seq_len == 4096
     for layer in config.layers:
         attention = layer.attention
         assert (attention.n_heads, attention.n_kv_heads, attention.head_dim) == (4, 2, 16)
         assert (attention.rope.dim, attention.rope.theta) == (16, 500_000.0)
         assert (attention.qk_norm.normalized_shape, attention.qk_norm.eps) == (16, 1e-5)
-    assert tiny_moe().build_spec("flex").model.layers[0].attention.qk_norm is None
+    assert tiny_moe().build_spec().model.layers[0].attention.qk_norm is None
 
 
 def test_layers_do_not_share_configurations() -> None:
     # torchtitan edits layer configurations in place, each on its own.
-    layers = tiny_moe().build_spec("flex").model.layers
+    layers = tiny_moe().build_spec().model.layers
     assert layers[0].attention.inner_attention is not layers[1].attention.inner_attention
     assert layers[0].moe.router is not layers[1].moe.router
 
 
 @pytest.mark.parametrize(
     ("attention", "expected"),
-    [("flex", FlexAttention.Config), ("varlen", VarlenAttention.Config)],
+    [
+        ("auto", FlexAttention.Config),
+        ("flex", FlexAttention.Config),
+        ("sdpa", FlexAttention.Config),
+        ("varlen", VarlenAttention.Config),
+    ],
 )
 def test_the_inner_attention_is_the_one_asked_for(attention: Any, expected: type) -> None:
-    config = tiny_moe().build_spec(attention).model
+    config = tiny_moe(attention=attention).build_spec().model
     assert all(type(layer.attention.inner_attention) is expected for layer in config.layers)
 
 
@@ -136,7 +141,7 @@ def test_the_inner_attention_is_the_one_asked_for(attention: Any, expected: type
     ],
 )
 def test_the_token_dispatcher_follows_comm_backend(backend: Any, expected: type) -> None:
-    layer = tiny_moe(comm_backend=backend).build_spec("flex").model.layers[0]
+    layer = tiny_moe(comm_backend=backend).build_spec().model.layers[0]
     dispatcher = layer.moe.routed_experts.token_dispatcher
     assert type(dispatcher) is expected
     assert (dispatcher.num_experts, dispatcher.top_k) == (4, 2)
@@ -144,7 +149,7 @@ def test_the_token_dispatcher_follows_comm_backend(backend: Any, expected: type)
 
 def test_leading_layers_are_dense() -> None:
     model = tiny_moe(n_layers=3, n_dense_layers=2, dense_hidden_dim=96, n_shared_experts=2)
-    layers = model.build_spec("flex").model.layers
+    layers = model.build_spec().model.layers
     assert [layer.moe is None for layer in layers] == [True, True, False]
     assert layers[0].feed_forward.w1.out_features == 96
     assert layers[2].feed_forward is None
@@ -160,7 +165,7 @@ def test_the_routing_bias_moves_towards_balance_before_each_step() -> None:
     assert load.sum().item() == 2 * SEQ_LEN * model.top_k
     hooks: list = []
     one_rank = SimpleNamespace(get_optional_mesh=lambda name: None, ep_enabled=False, tp=1)
-    balance = model.build_spec("flex").post_optimizer_build_fn
+    balance = model.build_spec().post_optimizer_build_fn
     balance(SimpleNamespace(register_step_pre_hook=hooks.append), [built], one_rank)
     hooks[0]()
     step = 0.02 * torch.sign(load.mean() - load)
@@ -174,13 +179,13 @@ def test_without_balancing_there_is_no_bias_and_no_hook() -> None:
     built = build(model)
     assert built.layers["0"].moe.expert_bias_E is None
     hooks: list = []
-    balance = model.build_spec("flex").post_optimizer_build_fn
+    balance = model.build_spec().post_optimizer_build_fn
     balance(SimpleNamespace(register_step_pre_hook=hooks.append), [built], None)
     assert hooks == []
 
 
 def test_there_is_no_hugging_face_adapter_because_torchtitans_loses_parts() -> None:
-    spec = tiny_moe(n_shared_experts=1).build_spec("flex")
+    spec = tiny_moe(n_shared_experts=1).build_spec()
     assert spec.state_dict_adapter is None
     state = build(tiny_moe(n_shared_experts=1)).state_dict()
     exported = Qwen3StateDictAdapter(spec.model, None).to_hf(state)
@@ -284,7 +289,7 @@ def test_check_accepts_every_variant() -> None:
 
 def test_building_refuses_with_all_problems_at_once() -> None:
     with pytest.raises(ValueError) as caught:
-        tiny_moe(n_kv_heads=3, top_k=5).build_spec("flex")
+        tiny_moe(n_kv_heads=3, top_k=5).build_spec()
     assert [line.split(":")[0] for line in str(caught.value).splitlines()] == [
         "model.n_kv_heads",
         "model.top_k",

@@ -220,6 +220,13 @@ def test_a_key_that_does_not_change_what_is_learnt_may_change(saved: Any, key: s
     assert differences(saved, key, ALLOWED[key]) == []
 
 
+def test_a_run_may_continue_with_another_kda_kernel() -> None:
+    before = {"model.kda_kernel": "fla", "model.kda_heads": 64}
+    assert resume.compare(before, {"model": {"kda_kernel": "reference", "kda_heads": 64}}) == []
+    changed = resume.compare(before, {"model": {"kda_kernel": "fla", "kda_heads": 32}})
+    assert changed == [("model.kda_heads", 64, 32)]
+
+
 def test_every_section_has_a_key_above() -> None:
     sections = {key.partition(".")[0] for key in [*REFUSED, *ALLOWED]}
     assert sections == {field.name for field in dataclasses.fields(Recipe)}

@@ -1,0 +1,108 @@
+"""Train the indexers of sparse attention, which no gradient of the training loss reaches."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from components.core.base import Component, Target
+from components.core.problems import Problem
+from components.models.glm_flash.decoder import GlmFlashDecoder
+from components.models.glm_flash.indexer_loss import IndexerLoss
+from components.models.glm_flash.mla import SparseMLA
+from components.models.glm_flash.settings import GlmFlashModel
+from components.titan.batch import sequences_per_step
+from components.titan.plan import RunPlan
+from kernels.dsa.indexer_loss import Support
+
+if TYPE_CHECKING:
+    from components.core.recipe import Recipe
+    from components.titan.trainer import RecipeTrainer
+
+
+class IndexerTraining(Component):
+    """Off: indexers keep their weights, without gradients and without optimizer state.
+
+    On: each sparse layer adds KL(attention's mass per pool || softmax of the indexer's scores),
+    averaged over the tokens of a step, to the training loss. Its gradient stops at the indexer.
+    """
+
+    name = "indexer_training"
+    summary = "train sparse attention's indexers towards the attention they select for"
+    source = "DeepSeek-V3.2, arXiv 2512.02556, section 2.1.1; over pools instead of tokens"
+    scalars = {
+        "indexer/kl": "divergence of indexers from attention, nats per token, mean of layers"
+    }
+    changes_training = True
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Component.Config):
+        coefficient: float = 1.0
+        """Factor on the divergence in the training loss, above 0."""
+
+        support: Support = "selected"
+        """Pools that both distributions are over. "selected": those the attention saw. "visible":
+        all complete pools before the query, under dense attention: time grows with the square of a
+        document's length; for the first steps of an untrained indexer."""
+
+        only: bool = False
+        """Train the indexers alone: everything else is frozen, routing biases included, and has no
+        optimizer state."""
+
+    config: Config
+
+    def check(self, recipe: "Recipe", target: Target) -> Iterator[Problem]:
+        if not self.config.coefficient > 0:
+            yield Problem(
+                f"{self.path}.coefficient",
+                f"{self.config.coefficient} would train nothing",
+                f"use a number above 0, or {self.path}.enabled=false",
+            )
+        model = recipe.model
+        if not isinstance(model, GlmFlashModel) or "dsa" not in model.layer_types:
+            yield Problem(
+                f"{self.path}.enabled",
+                "true needs a model with sparse attention; this one has no indexer",
+                "use model=glm_flash, glm_flash_4layer or glm_flash_tiny, or leave it out",
+            )
+
+    def apply(self, plan: RunPlan) -> None:
+        model = plan.model
+        assert isinstance(model, GlmFlashDecoder.Config)
+        model.train = "indexers" if self.config.only else "everything"
+        tokens = sequences_per_step(plan.recipe, plan.world_size) * plan.recipe.training.seq_len
+        for layer in model.layers:
+            if isinstance(layer.attention, SparseMLA.Config):
+                layer.attention.indexer_loss = IndexerLoss.Config(
+                    coefficient=self.config.coefficient / tokens,
+                    support=self.config.support,
+                    kpool=layer.attention.core.kpool,
+                    scale=layer.attention.core.scale,
+                    index_scale=layer.attention.indexer.head_dim**-0.5,
+                )
+            if self.config.only and layer.moe is not None:
+                layer.moe.load_balance_coeff = None
+
+    def before_step(self, trainer: "RecipeTrainer") -> None:
+        for loss in _losses(trainer):
+            loss.reset()
+
+    def metrics(self, trainer: "RecipeTrainer") -> dict[str, float]:
+        losses = _losses(trainer)
+        sums = [loss.divergence for loss in losses if loss.divergence is not None]
+        if not sums:
+            return {}
+        # The factor in the training loss is coefficient / tokens per step.
+        per_token = losses[0].config.coefficient / self.config.coefficient
+        total = torch.stack(sums).sum() * per_token
+        mesh = trainer.parallel_dims.get_optional_mesh("loss")
+        if mesh is not None:
+            dist.all_reduce(total, group=mesh.get_group())
+        return {"indexer/kl": total.item() / len(losses)}
+
+
+def _losses(trainer: Any) -> list[IndexerLoss]:
+    modules = (module for part in trainer.model_parts for module in part.modules())
+    return [module for module in modules if isinstance(module, IndexerLoss)]

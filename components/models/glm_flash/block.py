@@ -1,0 +1,52 @@
+"""One decoder layer: a mixer and a feed-forward part, each inside a hyper-connection."""
+
+from dataclasses import dataclass
+
+import torch
+from torchtitan.models.common import FeedForward, RMSNorm
+from torchtitan.models.common.moe import MoE
+from torchtitan.protocols.module import Module
+
+from components.models.glm_flash.documents import Documents
+from components.models.glm_flash.hyper_connections import HyperConnection
+from components.models.glm_flash.kda import KDA
+from components.models.glm_flash.mla import SparseMLA
+from kernels.hyper_connections.merge import merge
+
+
+class GlmFlashBlock(Module):
+    """No layer knows which memory technique is on; techniques swap the configs below it."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Module.Config):
+        attention_hc: HyperConnection.Config
+        attention_norm: RMSNorm.Config
+        attention: KDA.Config | SparseMLA.Config
+        ffn_hc: HyperConnection.Config
+        ffn_norm: RMSNorm.Config
+        feed_forward: FeedForward.Config | None = None
+        moe: MoE.Config | None = None
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.attention_hc = config.attention_hc.build()
+        self.attention_norm = config.attention_norm.build()
+        self.attention = config.attention.build()
+        self.ffn_hc = config.ffn_hc.build()
+        self.ffn_norm = config.ffn_norm.build()
+        # torchtitan's sharding and load balancing look for these names.
+        self.moe_enabled = config.moe is not None
+        if config.moe is not None:
+            self.moe = config.moe.build()
+        else:
+            assert config.feed_forward is not None
+            self.feed_forward = config.feed_forward.build()
+
+    def forward(self, streams: torch.Tensor, documents: Documents) -> torch.Tensor:
+        """Residual streams (B, L, n, D) -> (B, L, n, D)."""
+        x, post, mix = self.attention_hc(streams)
+        out = self.attention(self.attention_norm(x), documents)
+        streams = merge(streams, out, post, mix)
+        x, post, mix = self.ffn_hc(streams)
+        ffn = self.moe if self.moe_enabled else self.feed_forward
+        return merge(streams, ffn(self.ffn_norm(x)), post, mix)

@@ -1,0 +1,212 @@
+"""What is wrong with a ``GlmFlashModel``, by itself and within its recipe."""
+
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from components.core.problems import nearest_multiples, shown
+from components.models.settings import Finding
+
+if TYPE_CHECKING:
+    from components.core.recipe import Recipe
+    from components.models.glm_flash.settings import GlmFlashModel
+
+WIDEST_FLA_HEAD = 256
+"""Widest KDA head, in numbers, that fla's kernels take."""
+
+_MIXERS = ("kda", "dsa")
+_AT_LEAST_ONE = (
+    "n_layers", "dim", "vocab_size", "max_seq_len",
+    "kda_heads", "kda_head_dim", "conv_kernel",
+    "n_heads", "q_lora_rank", "kv_lora_rank", "qk_head_dim", "v_head_dim",
+    "index_n_heads", "index_head_dim", "index_topk", "index_kpool",
+    "dense_hidden_dim", "n_experts", "top_k", "expert_hidden_dim",
+    "n_expert_groups", "n_limited_groups", "hc_mult", "hc_sinkhorn_iters",
+)  # fmt: skip
+_AT_LEAST_ZERO = ("n_dense_layers", "n_shared_experts", "load_balance_coeff")
+_ABOVE_ZERO = ("route_scale", "swiglu_limit", "hc_eps", "norm_eps", "init_std")
+
+# Below -5 per token, sixteen tokens decay by more than float32 can undo (e^75).
+_STRONGEST_DECAY = -5.0
+# torch's grouped matrix multiplication wants rows of a multiple of 16 bytes: 8 bf16 numbers.
+_GROUPED_MM_ROW = 8
+# A group is ranked by the sum of its best two scores.
+_SMALLEST_GROUP = 2
+
+
+def check_model(model: "GlmFlashModel") -> list[Finding]:
+    """List every problem that the settings have among themselves."""
+    found = list(_ranges(model))
+    if not found:
+        # Divisibility is worth reading only once every number is in range.
+        found = [*_layers(model), *_indexer(model)]
+        if model.n_experts is not None:
+            found += [*_groups(model, model.n_experts), *_routing(model, model.n_experts)]
+            found += _widths(model)
+    return found
+
+
+def check_run(model: "GlmFlashModel", recipe: "Recipe") -> list[Finding]:
+    """List every problem between the model and the rest of its recipe."""
+    parallel = recipe.parallelism
+    found = []
+    if parallel.tensor_parallel_degree > 1:
+        found.append(_tensor_parallel(model, parallel.tensor_parallel_degree))
+    if parallel.context_parallel_degree > 1:
+        message = (
+            f"{parallel.context_parallel_degree}: this model's sequences are not cut over context "
+            "ranks yet; use 1"
+        )
+        found.append(("parallelism.context_parallel_degree", message))
+    if parallel.expert_parallel_degree > 1 and model.n_experts is None:
+        message = (
+            f"{parallel.expert_parallel_degree} with model.n_experts = null: there are no experts "
+            "to share; use 1"
+        )
+        found.append(("parallelism.expert_parallel_degree", message))
+    if parallel.spmd_backend != "spmd_types":
+        message = f"{parallel.spmd_backend!r} cannot shard this model; use 'spmd_types'"
+        found.append(("parallelism.spmd_backend", message))
+    if recipe.compile.enable and "model" in recipe.compile.components:
+        message = (
+            f"{shown(recipe.compile.components)}: this model's layers call their kernels as they "
+            "are and are not compiled; use [loss], or compile.enable=false"
+        )
+        found.append(("compile.components", message))
+    return found
+
+
+def _tensor_parallel(model: "GlmFlashModel", degree: int) -> Finding:
+    uneven = [
+        f"model.{name} = {getattr(model, name)}"
+        for name in ("kda_heads", "n_heads")
+        if getattr(model, name) % degree
+    ]
+    reason = ": "
+    if uneven:
+        near = _nearest_divisors(degree, math.gcd(model.kda_heads, model.n_heads))
+        reason = f" does not divide {' and '.join(uneven)} (nearest that do: {near}), and "
+    message = f"{degree}{reason}this model is not split over tensor ranks yet; use 1"
+    return "parallelism.tensor_parallel_degree", message
+
+
+def _ranges(model: "GlmFlashModel") -> Iterator[Finding]:
+    for name in _AT_LEAST_ONE:
+        value = getattr(model, name)
+        if value is not None and value < 1:
+            yield f"model.{name}", f"{value} is too small; legal: 1 or more"
+    for name in _AT_LEAST_ZERO:
+        value = getattr(model, name)
+        if not value >= 0:
+            yield f"model.{name}", f"{value} is too small; legal: 0 or more"
+    for name in _ABOVE_ZERO:
+        value = getattr(model, name)
+        if not value > 0:
+            yield f"model.{name}", f"{value} is not positive; legal: above 0"
+    bound = model.gate_lower_bound
+    if not _STRONGEST_DECAY <= bound < 0:
+        message = f"{bound} is no log decay that KDA can compute; legal: {_STRONGEST_DECAY:g} or "
+        yield "model.gate_lower_bound", message + "more, and below 0"
+
+
+def _layers(model: "GlmFlashModel") -> Iterator[Finding]:
+    types, n_layers = model.layer_types, model.n_layers
+    for index, mixer in enumerate(types):
+        if mixer not in _MIXERS:
+            yield f"model.layer_types[{index}]", f"{shown(mixer)} is no mixer; legal: kda, dsa"
+    if len(types) != n_layers:
+        instead = f", or model.n_layers {len(types)}" if types else ""
+        yield (
+            "model.layer_types",
+            f"the list has {_entries(len(types))} and model.n_layers is {n_layers}; legal: "
+            f"{_entries(n_layers)}, each kda or dsa{instead}",
+        )
+    dense = model.n_dense_layers
+    if dense > n_layers:
+        message = f"{dense} is more than model.n_layers = {n_layers}; legal: 0 to {n_layers}"
+        yield "model.n_dense_layers", message
+    elif dense == n_layers and model.n_experts is not None:
+        message = (
+            f"{model.n_experts} has no effect where all model.n_layers = {n_layers} are dense; "
+            f"legal: null, or model.n_dense_layers 0 to {n_layers - 1}"
+        )
+        yield "model.n_experts", message
+    elif dense < n_layers and model.n_experts is None:
+        message = (
+            f"null with model.n_dense_layers = {dense} of model.n_layers = {n_layers} leaves the "
+            f"others without experts; legal: 1 or more, or model.n_dense_layers {n_layers}"
+        )
+        yield "model.n_experts", message
+
+
+def _indexer(model: "GlmFlashModel") -> Iterator[Finding]:
+    pool, keys = model.index_kpool, model.index_topk
+    if keys % pool:
+        yield (
+            "model.index_kpool",
+            f"{pool} does not divide model.index_topk = {keys}, and whole pools are selected; "
+            f"nearest legal: {_nearest_divisors(pool, keys)}, or model.index_topk "
+            f"{nearest_multiples(keys, pool)}",
+        )
+
+
+def _groups(model: "GlmFlashModel", experts: int) -> Iterator[Finding]:
+    groups, limited = model.n_expert_groups, model.n_limited_groups
+    legal = [n for n in _divisors(experts) if n == 1 or experts // n >= _SMALLEST_GROUP]
+    if groups not in legal:
+        message = (
+            f"{groups} does not cut model.n_experts = {experts} into equal groups of "
+            f"{_SMALLEST_GROUP} or more; legal: {', '.join(map(str, legal))}"
+        )
+        yield "model.n_expert_groups", message
+    if limited > groups:
+        message = f"{limited} is more than model.n_expert_groups = {groups}; legal: 1 to {groups}"
+        yield "model.n_limited_groups", message
+
+
+def _routing(model: "GlmFlashModel", experts: int) -> Iterator[Finding]:
+    groups, limited, top_k = model.n_expert_groups, model.n_limited_groups, model.top_k
+    within = experts // groups * min(limited, groups)
+    if top_k > experts:
+        message = f"{top_k} is more than model.n_experts = {experts}; legal: 1 to {experts}"
+        yield "model.top_k", message
+    elif top_k > within and experts % groups == 0:
+        yield (
+            "model.top_k",
+            f"{top_k} is more than the {within} experts of model.n_limited_groups = {limited} of "
+            f"model.n_expert_groups = {groups} groups; legal: 1 to {within}, or more groups",
+        )
+    if top_k == 1 and model.route_norm:
+        yield (
+            "model.route_norm",
+            "true with model.top_k = 1 makes every routing weight the same, so the router would "
+            "learn nothing; legal: false, or model.top_k 2 or more",
+        )
+
+
+def _widths(model: "GlmFlashModel") -> Iterator[Finding]:
+    for name in ("dim", "expert_hidden_dim"):
+        width = getattr(model, name)
+        if width % _GROUPED_MM_ROW:
+            yield (
+                f"model.{name}",
+                f"{width} does not suit the experts' grouped matrix multiplication; legal: a "
+                f"multiple of {_GROUPED_MM_ROW}, such as "
+                f"{nearest_multiples(width, _GROUPED_MM_ROW)}",
+            )
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def _nearest_divisors(value: int, number: int) -> str:
+    """The divisors of ``number`` on both sides of ``value``, as "2 or 4"."""
+    divisors = _divisors(number)
+    below = [n for n in divisors if n < value][-1:]
+    above = [n for n in divisors if n > value][:1]
+    return " or ".join(map(str, below + above))
+
+
+def _entries(count: int) -> str:
+    return f"{count} {'entry' if count == 1 else 'entries'}"

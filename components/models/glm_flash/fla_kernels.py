@@ -1,0 +1,55 @@
+"""flash-linear-attention's kernels in place of the plain ones, through torchtitan's overrides."""
+
+from dataclasses import dataclass
+
+import torch
+from torchtitan.config import derive, override
+
+from components.models.glm_flash.documents import Documents
+from components.models.glm_flash.kda import KdaCore
+from components.models.glm_flash.short_conv import ShortConv
+from kernels.kda.fla import kda
+from kernels.short_conv.fla import short_conv
+
+
+class FlaKdaCore(KdaCore):
+    """The recurrence in fla's ``chunk_kda``, gate and normalisation inside the kernel."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(KdaCore.Config):
+        pass
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        raw_gate: torch.Tensor,
+        beta: torch.Tensor,
+        documents: Documents,
+    ) -> torch.Tensor:
+        return kda(
+            q, k, v, raw_gate, beta, self.A_log, self.dt_bias, documents.lengths,
+            lower_bound=self.lower_bound,
+        )  # fmt: skip
+
+
+class FlaShortConv(ShortConv):
+    """The convolution in fla's Triton kernel."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(ShortConv.Config):
+        pass
+
+    def forward(self, x: torch.Tensor, documents: Documents) -> torch.Tensor:
+        return short_conv(x, self.weight, documents.position, documents.lengths)
+
+
+@override(target=KdaCore.Config, description="KDA in flash-linear-attention's kernels")
+def fla_kda(cfg: KdaCore.Config) -> FlaKdaCore.Config:
+    return derive(cfg, FlaKdaCore.Config)
+
+
+@override(target=ShortConv.Config, description="short convolution in fla's kernel")
+def fla_short_conv(cfg: ShortConv.Config) -> FlaShortConv.Config:
+    return derive(cfg, FlaShortConv.Config)

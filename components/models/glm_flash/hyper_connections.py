@@ -1,0 +1,78 @@
+"""mHC: n residual streams, mixed by small matrices that every token computes for itself.
+
+Source: "mHC: Manifold-Constrained Hyper-Connections", arXiv 2512.24880, equations 7-9; constants
+and rounding as in transformers' ``glm5_next``.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn as nn
+from torchtitan.protocols.module import Module
+
+from kernels.hyper_connections.mapping import project
+from kernels.hyper_connections.sinkhorn import sinkhorn
+
+
+class MixAffine(Module):
+    """Scale and shift of the mixing logits; float32 in storage and arithmetic.
+
+    A module of its own, so that sharding can keep it out of the bfloat16 cast.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Module.Config):
+        streams: int
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        n = config.streams
+        self.sizes = [n, n, n * n]
+        self.base = nn.Parameter(torch.empty(n * (n + 2), dtype=torch.float32))
+        self.scale = nn.Parameter(torch.empty(3, dtype=torch.float32))
+
+    def forward(self, z: torch.Tensor) -> torch.Tensor:
+        """(..., n^2 + 2n) float32: pre (n), post (n) and the mixing matrix (n x n, row-major)."""
+        factor = torch.cat([s.expand(k) for s, k in zip(self.scale, self.sizes, strict=True)])
+        return z * factor + self.base
+
+
+class HyperConnection(Module):
+    """One site: reads the streams before a mixer, and writes its output back into them."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Module.Config):
+        dim: int
+        streams: int
+        sinkhorn_iters: int
+        eps: float
+        norm_eps: float
+        affine: MixAffine.Config
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.config = config
+        n = config.streams
+        self.fn = nn.Parameter(torch.empty(n * (n + 2), n * config.dim))
+        self.affine = config.affine.build()
+
+    def forward(self, streams: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Read the streams.
+
+        Args:
+            streams: (B, L, n, D).
+
+        Returns:
+            The mixer's input (B, L, D) in the dtype of ``streams``; the weight ``post`` (B, L, n)
+            of its output per stream, and the mixing matrix (B, L, n incoming, n outgoing), float32.
+        """
+        n = self.config.streams
+        z = project(streams.reshape(-1, n * self.config.dim), self.fn, self.config.norm_eps)
+        logits = self.affine(z).view(*streams.shape[:2], -1)
+        pre = logits[..., :n].sigmoid() + self.config.eps
+        post = 2 * logits[..., n : 2 * n].sigmoid()
+        mix = sinkhorn(
+            logits[..., 2 * n :].unflatten(-1, (n, n)), self.config.sinkhorn_iters, self.config.eps
+        )
+        collapsed = (pre.unsqueeze(-1) * streams).sum(2).to(streams.dtype)
+        return collapsed, post, mix

@@ -1,0 +1,108 @@
+"""The indexer: a small attention over pools of keys that decides what the large one sees.
+
+Source: DeepSeek-V3.2 (arXiv 2512.02556, section 2.1) for the scoring; the pooled keys as in
+transformers' ``glm5_next``.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torchtitan.models.common import Linear
+from torchtitan.models.common.nn_modules import LayerNorm
+from torchtitan.protocols.module import Module
+
+from components.models.glm_flash.documents import Documents
+from kernels.dsa.pooling import Pools, find_pools, pool_keys
+from kernels.dsa.select import select_pools
+from kernels.precision import accumulation_dtype
+
+
+@dataclass(frozen=True)
+class IndexerInputs:
+    """What the scores are made of.
+
+    Attributes:
+        queries: (T, heads, d).
+        weights: (T, heads) float32, signed, 1 / sqrt(heads) included.
+        keys: (P, d), one per complete pool of the batch.
+        pools: which tokens and documents they belong to.
+    """
+
+    queries: torch.Tensor
+    weights: torch.Tensor
+    keys: torch.Tensor
+    pools: Pools
+
+
+class Indexer(Module):
+    """Scores pools of ``kpool`` tokens and chooses ``topk / kpool`` of them for every query.
+
+    The choice is discrete, so a training loss never reaches these parameters through it. They are
+    frozen unless a component trains them.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Module.Config):
+        dim: int
+        heads: int
+        head_dim: int
+        topk: int
+        kpool: int
+        wq_b: Linear.Config
+        wk: Linear.Config
+        k_norm: LayerNorm.Config
+        weights_proj: Linear.Config
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.config = config
+        self.wq_b, self.wk = config.wq_b.build(), config.wk.build()
+        self.k_norm = config.k_norm.build()
+        self.weights_proj = config.weights_proj.build()
+        self.compress_ape = nn.Parameter(torch.empty(config.kpool, config.head_dim))
+        self.compress_gate = nn.Parameter(torch.empty(config.head_dim, config.dim))
+
+    @torch.no_grad()
+    def forward(
+        self, x: torch.Tensor, query_latent: torch.Tensor, documents: Documents
+    ) -> torch.Tensor:
+        """Choose pools.
+
+        Args:
+            x: (T, D), the mixer's input.
+            query_latent: (T, q_lora_rank), normalised.
+            documents: of the T tokens.
+
+        Returns:
+            int32 (T, n): pools counted from the document's start, ascending, then -1.
+        """
+        return self.choose(self.prepare(x, query_latent, documents), documents)
+
+    def prepare(
+        self, x: torch.Tensor, query_latent: torch.Tensor, documents: Documents
+    ) -> IndexerInputs:
+        """Queries, their weights, and the pooled keys; differentiable in all seven parameters."""
+        heads = self.config.heads
+        queries = self.wq_b(query_latent).unflatten(-1, (heads, -1))
+        weights = self.weights_proj(x)
+        weights = weights.to(accumulation_dtype(x.dtype)) * heads**-0.5
+        pools = find_pools(documents.lengths, self.config.kpool, x.device)
+        gates = F.linear(x, self.compress_gate)
+        keys = pool_keys(self.k_norm(self.wk(x)), gates, self.compress_ape, pools.first)
+        return IndexerInputs(queries, weights, keys, pools)
+
+    def choose(self, inputs: IndexerInputs, documents: Documents) -> torch.Tensor:
+        """See ``kernels.dsa.select.select_pools``."""
+        return select_pools(
+            inputs.queries,
+            inputs.weights,
+            inputs.keys,
+            inputs.pools,
+            documents.position,
+            documents.lengths,
+            size=self.config.kpool,
+            count=self.config.topk // self.config.kpool,
+            scale=self.config.head_dim**-0.5,
+        )

@@ -1,0 +1,100 @@
+"""Kimi delta attention (KDA): linear attention with a decay per key channel and the delta rule.
+
+Source: Kimi Linear, arXiv 2510.26692, section 3; the bounded gate as in transformers' ``glm5_next``
+and flash-linear-attention.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn as nn
+from torchtitan.models.common import Linear
+from torchtitan.protocols.module import Module
+
+from components.models.glm_flash.documents import Documents
+from components.models.glm_flash.norms import GatedRMSNorm
+from components.models.glm_flash.short_conv import ShortConv
+from kernels.kda.chunked import kda
+
+
+class KdaCore(Module):
+    """The recurrence with its gate; ``A_log`` and ``dt_bias`` are float32 in every regime."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Module.Config):
+        heads: int
+        head_dim: int
+        lower_bound: float
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.lower_bound = config.lower_bound
+        self.A_log = nn.Parameter(torch.empty(config.heads, dtype=torch.float32))
+        self.dt_bias = nn.Parameter(
+            torch.empty(config.heads * config.head_dim, dtype=torch.float32)
+        )
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        raw_gate: torch.Tensor,
+        beta: torch.Tensor,
+        documents: Documents,
+    ) -> torch.Tensor:
+        """All (T, heads, head_dim), but ``beta`` (T, heads); returns what ``v`` is like."""
+        return kda(
+            q, k, v, raw_gate, beta, self.A_log, self.dt_bias, documents.lengths,
+            lower_bound=self.lower_bound,
+        )  # fmt: skip
+
+
+class KDA(Module):
+    """The mixer of most layers: projections, short convolutions, the recurrence, a gated norm."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Module.Config):
+        head_dim: int
+        q_proj: Linear.Config
+        k_proj: Linear.Config
+        v_proj: Linear.Config
+        q_conv: ShortConv.Config
+        k_conv: ShortConv.Config
+        v_conv: ShortConv.Config
+        f_a_proj: Linear.Config
+        f_b_proj: Linear.Config
+        b_proj: Linear.Config
+        core: KdaCore.Config
+        g_a_proj: Linear.Config
+        g_b_proj: Linear.Config
+        o_norm: GatedRMSNorm.Config
+        o_proj: Linear.Config
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        self.q_proj, self.q_conv = config.q_proj.build(), config.q_conv.build()
+        self.k_proj, self.k_conv = config.k_proj.build(), config.k_conv.build()
+        self.v_proj, self.v_conv = config.v_proj.build(), config.v_conv.build()
+        self.f_a_proj, self.f_b_proj = config.f_a_proj.build(), config.f_b_proj.build()
+        self.b_proj = config.b_proj.build()
+        self.core = config.core.build()
+        self.g_a_proj, self.g_b_proj = config.g_a_proj.build(), config.g_b_proj.build()
+        self.o_norm = config.o_norm.build()
+        self.o_proj = config.o_proj.build()
+
+    def forward(self, x: torch.Tensor, documents: Documents) -> torch.Tensor:
+        """(B, L, D) -> (B, L, D)."""
+        flat = x.flatten(0, 1)
+        q = self._heads(self.q_conv(self.q_proj(flat), documents))
+        k = self._heads(self.k_conv(self.k_proj(flat), documents))
+        v = self._heads(self.v_conv(self.v_proj(flat), documents))
+        raw_gate = self._heads(self.f_b_proj(self.f_a_proj(flat)))
+        beta = self.b_proj(flat).sigmoid()
+        out = self.core(q, k, v, raw_gate, beta, documents)
+        gate = self._heads(self.g_b_proj(self.g_a_proj(flat)))
+        return self.o_proj(self.o_norm(out, gate).flatten(1)).view_as(x)
+
+    def _heads(self, x: torch.Tensor) -> torch.Tensor:
+        return x.unflatten(-1, (-1, self.head_dim))

@@ -1,0 +1,97 @@
+"""Multi-head latent attention without positions (NoPE MLA) over the pools that an indexer chose.
+
+Source: DeepSeek-V2 (arXiv 2405.04434, section 2.1) for MLA, DeepSeek-V3.2 (arXiv 2512.02556) for
+the sparse form; widths and the missing rotary part as in transformers' ``glm5_next``.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torchtitan.models.common import Linear, RMSNorm
+from torchtitan.protocols.module import Module
+
+from components.models.glm_flash.documents import Documents
+from components.models.glm_flash.indexer import Indexer
+from components.models.glm_flash.indexer_loss import IndexerLoss
+from kernels.dsa.sparse_mla import sparse_mla
+
+
+class SparseMlaCore(Module):
+    """Softmax attention of every query over its chosen tokens. No parameters."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Module.Config):
+        kpool: int
+        scale: float
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.config = config
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        latent: torch.Tensor,
+        kv_b: torch.Tensor,
+        pools: torch.Tensor,
+        documents: Documents,
+    ) -> torch.Tensor:
+        """See ``kernels.dsa.sparse_mla.sparse_mla``; returns (T, heads, v_head_dim)."""
+        return sparse_mla(
+            q,
+            latent,
+            kv_b,
+            pools,
+            documents.position,
+            documents.start,
+            size=self.config.kpool,
+            scale=self.config.scale,
+        )
+
+
+class SparseMLA(Module):
+    """The mixer of every fourth layer."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Module.Config):
+        head_dim: int
+        q_a_proj: Linear.Config
+        q_a_norm: RMSNorm.Config
+        q_b_proj: Linear.Config
+        kv_a_proj: Linear.Config
+        kv_a_norm: RMSNorm.Config
+        kv_b_proj: Linear.Config
+        o_proj: Linear.Config
+        indexer: Indexer.Config
+        core: SparseMlaCore.Config
+        indexer_loss: IndexerLoss.Config | None = None
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        self.q_a_proj, self.q_a_norm = config.q_a_proj.build(), config.q_a_norm.build()
+        self.q_b_proj = config.q_b_proj.build()
+        self.kv_a_proj, self.kv_a_norm = config.kv_a_proj.build(), config.kv_a_norm.build()
+        self.kv_b_proj = config.kv_b_proj.build()
+        self.o_proj = config.o_proj.build()
+        self.indexer = config.indexer.build()
+        self.core = config.core.build()
+        self.indexer_loss = None if config.indexer_loss is None else config.indexer_loss.build()
+
+    def forward(self, x: torch.Tensor, documents: Documents) -> torch.Tensor:
+        """(B, L, D) -> (B, L, D)."""
+        flat = x.flatten(0, 1)
+        query_latent = self.q_a_norm(self.q_a_proj(flat))
+        q = self.q_b_proj(query_latent).unflatten(-1, (-1, self.head_dim))
+        latent = self.kv_a_norm(self.kv_a_proj(flat))
+        kv_b = self.kv_b_proj.weight
+        if self.indexer_loss is None or not (self.training and torch.is_grad_enabled()):
+            chosen = self.indexer(flat, query_latent, documents)
+            out = self.core(q, latent, kv_b, chosen, documents)
+        else:
+            # Detached: the loss trains the indexer and nothing before it.
+            inputs = self.indexer.prepare(flat.detach(), query_latent.detach(), documents)
+            chosen = self.indexer.choose(inputs, documents)
+            out = self.core(q, latent, kv_b, chosen, documents)
+            out = self.indexer_loss(out, inputs, q, latent, kv_b, chosen, documents)
+        return self.o_proj(out.flatten(1)).view_as(x)

@@ -1,0 +1,57 @@
+"""The router, with logits that are never rounded to bfloat16."""
+
+from dataclasses import dataclass
+
+import torch
+
+from components.titan.moe import ForcibleRouter
+from kernels.precision import linear_accumulate
+
+
+class UnroundedRouter(ForcibleRouter):
+    """Sigmoid scores in float32, without a float32 copy of the tokens.
+
+    They choose the experts together with the selection bias, and weigh them without it
+    (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(ForcibleRouter.Config):
+        pass
+
+    def forward(
+        self, x_BLD: torch.Tensor, expert_bias_E: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Weights (B, L, K) float32, expert ids (B, L, K) int64, all scores (B, L, E) float32."""
+        logits = linear_accumulate(x_BLD.flatten(0, 1), self.gate.weight)
+        scores = logits.sigmoid().view(*x_BLD.shape[:2], -1)
+        forced = self.forced(scores)
+        if forced is not None:
+            ids, weights = forced
+        else:
+            ids = self._choose(scores.detach(), expert_bias_E)
+            weights = scores.gather(-1, ids)
+        if self.route_norm:
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        return weights * self.route_scale, ids, scores
+
+    def _choose(self, scores: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        biased = scores if bias is None else scores + bias
+        if self.num_expert_groups is not None:
+            assert self.num_limited_groups is not None
+            biased = keep_best_groups(biased, self.num_expert_groups, self.num_limited_groups)
+        return biased.topk(self.top_k, dim=-1, sorted=False).indices
+
+
+def keep_best_groups(scores: torch.Tensor, groups: int, kept: int) -> torch.Tensor:
+    """Minus infinity for all experts outside the ``kept`` groups with the best two experts.
+
+    Args:
+        scores: (..., E); the experts of a group are neighbours.
+        groups: divides E; two experts per group at least.
+        kept: groups to keep, ranked by the sum of their two highest scores.
+    """
+    grouped = scores.unflatten(-1, (groups, -1))
+    best = grouped.topk(2, dim=-1).values.sum(-1).topk(kept, dim=-1, sorted=False).indices
+    dropped = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter_(-1, best, False)
+    return grouped.masked_fill(dropped.unsqueeze(-1), float("-inf")).flatten(-2)

@@ -1,0 +1,32 @@
+"""The short causal convolution in front of KDA."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn as nn
+from torchtitan.protocols.module import Module
+
+from components.models.glm_flash.documents import Documents
+from kernels.short_conv.naive import short_conv
+
+
+class ShortConv(Module):
+    """SiLU of a depthwise causal convolution that sees nothing before the document's start.
+
+    Weight and arithmetic are float32; the result is rounded to the input's dtype.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Module.Config):
+        channels: int
+        kernel_size: int
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(
+            torch.empty(config.channels, 1, config.kernel_size, dtype=torch.float32)
+        )
+
+    def forward(self, x: torch.Tensor, documents: Documents) -> torch.Tensor:
+        """(T, channels) -> (T, channels)."""
+        return short_conv(x, self.weight, documents.position, documents.lengths)

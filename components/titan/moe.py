@@ -1,0 +1,85 @@
+"""torchtitan's mixture-of-experts parts where a model must reach behind their public side."""
+
+from dataclasses import dataclass
+
+import torch
+from torchtitan.distributed.spmd_types import current_spmd_mesh, maybe_set_sparse_mesh
+from torchtitan.models.common.moe import MoE, TokenChoiceTopKRouter
+from torchtitan.models.common.token_dispatcher import (
+    AllToAllDispatchMetadata,
+    AllToAllTokenDispatcher,
+    LocalDispatchMetadata,
+)
+
+from kernels.combine import weighted_sum
+
+
+class UnroundedDispatcher(AllToAllTokenDispatcher):
+    """torchtitan's dispatcher, summing a token's experts in float32 and rounding once.
+
+    torchtitan rounds every weighted output, and every partial sum, to the tokens' dtype.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(AllToAllTokenDispatcher.Config):
+        pass
+
+    def combine(
+        self,
+        routed_output_RD: torch.Tensor,
+        metadata: AllToAllDispatchMetadata | LocalDispatchMetadata,
+        x_TD: torch.Tensor,
+    ) -> torch.Tensor:
+        """Expert outputs (R, D) back to their ranks, weighted and summed to (T, D)."""
+        rows = routed_output_RD
+        if isinstance(metadata, AllToAllDispatchMetadata):
+            rows = self._return_rows(rows, metadata)
+        # Rows are sorted by expert; a stable sort by token finds each token's K rows.
+        place = metadata.token_indices_experts_sorted_N.argsort(stable=True).view(-1, self.top_k)
+        return weighted_sum(rows, place, metadata.topk_scores_experts_sorted_N[place])
+
+    def _return_rows(self, rows: torch.Tensor, metadata: AllToAllDispatchMetadata) -> torch.Tensor:
+        rows = self._unpermute(rows, metadata.input_shape, metadata.permuted_indices)
+        with maybe_set_sparse_mesh():
+            mesh = current_spmd_mesh() or self.ep_mesh
+            assert mesh is not None
+            splits = metadata.input_splits, metadata.output_splits
+            return self._combine_token_exchange(rows, mesh.get_group("ep"), *splits)
+
+
+class BiasedMoE(MoE):
+    """torchtitan's layer whose selection bias exists, and is saved, also when it is frozen."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(MoE.Config):
+        pass
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        if self.expert_bias_E is None:
+            del self.expert_bias_E
+            self.register_buffer("expert_bias_E", torch.zeros(config.num_experts))
+
+    def _init_self_buffers(self, *, buffer_device: torch.device | None = None) -> None:
+        super()._init_self_buffers(buffer_device=buffer_device)
+        if self.load_balance_coeff is None:
+            self.expert_bias_E = torch.zeros_like(self.tokens_per_expert_E)
+
+
+class ForcibleRouter(TokenChoiceTopKRouter):
+    """A router's settings and projection; subclasses route, and honour ``forced``."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(TokenChoiceTopKRouter.Config):
+        pass
+
+    def forced(self, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Expert ids and their scores (B, L, K) under forced balance; None when it is off."""
+        if not self._debug_force_load_balance:
+            return None
+        return self._debug_force_load_balance_routing(scores)
+
+
+def force_balance(router: TokenChoiceTopKRouter.Config, forced: bool) -> None:
+    """Whether every expert is sent the same number of tokens (``debug.moe_force_load_balance``)."""
+    router._debug_force_load_balance = forced

@@ -1,0 +1,213 @@
+"""Kullback-Leibler divergence between the attention's mass per pool and the indexer's scores.
+
+DeepSeek-V3.2 (arXiv 2512.02556, section 2.1.1) trains its indexer this way over single tokens. Here
+both distributions are over pools: a pool's target is the probability of its tokens, summed over the
+heads. The tail has no score and is left out of both before they are normalised.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from kernels.dsa.keys import selected_tokens
+from kernels.dsa.pooling import Pools
+from kernels.dsa.select import windows
+from kernels.precision import accumulation_dtype
+
+Support = Literal["selected", "visible"]
+
+_CHUNK_BYTES = 256 * 2**20
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """The attention whose mass is the target; no gradient reaches it.
+
+    Attributes:
+        q: (T, heads, d_qk).
+        latent: (T, r).
+        kv_b: (heads * (d_qk + d_v), r).
+        chosen: int32 (T, n), pools that the queries attended to.
+        position: int64 (T,).
+        start: int64 (T,).
+        lengths: tokens of the documents.
+        size: tokens per pool.
+        scale: factor on the logits.
+    """
+
+    q: torch.Tensor
+    latent: torch.Tensor
+    kv_b: torch.Tensor
+    chosen: torch.Tensor
+    position: torch.Tensor
+    start: torch.Tensor
+    lengths: tuple[int, ...]
+    size: int
+    scale: float
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """Queries ``rows`` and the pools ``columns`` (numbered through the batch) of each.
+
+    ``columns`` is (Q, C), or (C,) when all queries share them; ``open_`` says which are meant, and
+    ``target`` is the distribution over them; both (Q, C). Rows without a target are all zero.
+    """
+
+    rows: slice
+    columns: torch.Tensor
+    open_: torch.Tensor
+    target: torch.Tensor
+
+
+def indexer_kl(
+    queries: torch.Tensor,
+    weights: torch.Tensor,
+    keys: torch.Tensor,
+    pools: Pools,
+    teacher: Teacher,
+    scale: float,
+    support: Support,
+) -> torch.Tensor:
+    """Sum over queries of KL(target || softmax of the indexer's scores).
+
+    A query without a complete pool counts nothing. Keeps its inputs for backward and works through
+    the queries again, about 256 MiB at a time.
+
+    Args:
+        queries: (T, index heads, d), differentiable.
+        weights: (T, index heads) float32, differentiable.
+        keys: (P, d), one per pool, differentiable.
+        pools: their numbering.
+        teacher: the attention.
+        scale: factor on every product of query and key.
+        support: "selected": the pools that the attention saw. "visible": all complete pools up to
+            the query, under dense attention; quadratic in the length of a document.
+
+    Returns:
+        A scalar in float32 (float64 for float64).
+    """
+    return _IndexerKl.apply(queries, weights, keys, pools, teacher, scale, support)
+
+
+class _IndexerKl(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        queries: torch.Tensor,
+        weights: torch.Tensor,
+        keys: torch.Tensor,
+        pools: Pools,
+        teacher: Teacher,
+        scale: float,
+        support: Support,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(queries, weights, keys, *_tensors(teacher))
+        ctx.rest = pools, teacher.lengths, teacher.size, teacher.scale, scale, support
+        total = weights.new_zeros(())
+        for chunk in _chunks(teacher, pools, support):
+            q, w = queries[chunk.rows], weights[chunk.rows]
+            total += _divergence(q, w, keys[chunk.columns], chunk, scale)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        queries, weights, keys, q, latent, kv_b, chosen, position, start = ctx.saved_tensors
+        pools, lengths, size, teacher_scale, scale, support = ctx.rest
+        teacher = Teacher(q, latent, kv_b, chosen, position, start, lengths, size, teacher_scale)
+        grad_q, grad_w = torch.zeros_like(queries), torch.zeros_like(weights)
+        grad_k = torch.zeros_like(keys, dtype=weights.dtype)
+        for chunk in _chunks(teacher, pools, support):
+            parts = queries[chunk.rows], weights[chunk.rows], keys[chunk.columns]
+            some_q, some_w, some_k = (part.detach().requires_grad_() for part in parts)
+            with torch.enable_grad():
+                loss = _divergence(some_q, some_w, some_k, chunk, scale)
+            dq, dw, dk = torch.autograd.grad(loss, (some_q, some_w, some_k), grad)
+            grad_q[chunk.rows], grad_w[chunk.rows] = dq, dw
+            grad_k.index_add_(0, chunk.columns.flatten(), dk.flatten(0, -2).to(grad_k.dtype))
+        return grad_q, grad_w, grad_k.to(keys.dtype), *(None,) * 4
+
+
+def _tensors(teacher: Teacher) -> tuple[torch.Tensor, ...]:
+    t = teacher
+    return t.q, t.latent, t.kv_b, t.chosen, t.position, t.start
+
+
+def _divergence(
+    queries: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, chunk: _Chunk, scale: float
+) -> torch.Tensor:
+    """``keys`` are (C, d), or (Q, C, d) when each query has its own."""
+    wide = weights.dtype
+    products = queries.to(wide) @ keys.to(wide).transpose(-1, -2) * scale
+    scores = (weights.unsqueeze(-1) * products.relu()).sum(1)
+    student = scores.masked_fill(~chunk.open_, float("-inf")).log_softmax(-1)
+    # Both logarithms are -inf only where the target is zero: such terms are zero, not nan.
+    used = chunk.target > 0
+    log_target = torch.where(used, chunk.target, 1.0).log()
+    return (chunk.target * (log_target - torch.where(used, student, 0.0))).sum()
+
+
+def _chunks(teacher: Teacher, pools: Pools, support: Support) -> Iterator[_Chunk]:
+    walk = _selected_chunks if support == "selected" else _visible_chunks
+    return walk(teacher, pools)
+
+
+def _absorb(teacher: Teacher) -> tuple[torch.Tensor, torch.Tensor]:
+    """Latent (T, r) and the maps to keys (heads, d_qk, r), in full precision."""
+    wide = accumulation_dtype(teacher.latent.dtype)
+    heads, d_qk = teacher.q.shape[1:]
+    w_key = teacher.kv_b.to(wide).view(heads, -1, teacher.kv_b.shape[1])[:, :d_qk]
+    return teacher.latent.to(wide), w_key
+
+
+def _normalised(mass: torch.Tensor, open_: torch.Tensor) -> torch.Tensor:
+    mass = mass.masked_fill(~open_, 0.0)
+    total = mass.sum(-1, keepdim=True)
+    return torch.where(total > 0, mass / total.clamp(min=torch.finfo(mass.dtype).tiny), 0.0)
+
+
+def _selected_chunks(teacher: Teacher, pools: Pools) -> Iterator[_Chunk]:
+    latent, w_key = _absorb(teacher)
+    chosen, size = teacher.chosen, teacher.size
+    if chosen.shape[1] == 0:
+        return
+    slots = chosen.shape[1] * size + size - 1
+    per_query = slots * (2 * latent.shape[1] + 4 * teacher.q.shape[1]) * latent.element_size()
+    step = max(1, _CHUNK_BYTES // per_query)
+    for begin in range(0, chosen.shape[0], step):
+        rows = slice(begin, begin + step)
+        ids = chosen[rows]
+        tokens, used = selected_tokens(ids, teacher.position[rows], teacher.start[rows], size)
+        absorbed = torch.einsum("qhd,hdr->qhr", teacher.q[rows].to(latent.dtype), w_key)
+        logits = torch.einsum("qhr,qkr->qhk", absorbed, latent[tokens]) * teacher.scale
+        mass = logits.masked_fill_(~used.unsqueeze(1), float("-inf")).softmax(-1).sum(1)
+        mass = mass[:, : ids.shape[1] * size].unflatten(1, (-1, size)).sum(-1)
+        columns = torch.where(ids >= 0, pools.before[rows].unsqueeze(1) + ids, 0)
+        # A row before its document's first complete pool points at no pool at all.
+        columns = columns.clamp(max=max(0, pools.first.shape[0] - 1))
+        yield _Chunk(rows, columns, ids >= 0, _normalised(mass, ids >= 0))
+
+
+def _visible_chunks(teacher: Teacher, pools: Pools) -> Iterator[_Chunk]:
+    latent, w_key = _absorb(teacher)
+    size, heads = teacher.size, teacher.q.shape[1]
+    for q0, q1, p0, p1 in windows(teacher.lengths, size, 3 * heads * size * latent.element_size()):
+        if p1 == p0:
+            continue
+        rows = slice(q0, q1)
+        # Every open token lies between the first query's document and the last query.
+        t0 = int(teacher.start[q0])
+        token = torch.arange(t0, q1, device=latent.device)
+        seen = (token >= teacher.start[rows, None]) & (
+            token <= teacher.start[rows, None] + teacher.position[rows, None]
+        )
+        absorbed = torch.einsum("qhd,hdr->qhr", teacher.q[rows].to(latent.dtype), w_key)
+        logits = torch.einsum("qhr,kr->qhk", absorbed, latent[t0:q1]) * teacher.scale
+        mass = logits.masked_fill_(~seen.unsqueeze(1), float("-inf")).softmax(-1).sum(1)
+        inside = pools.first[p0:p1, None] - t0 + torch.arange(size, device=latent.device)
+        column = torch.arange(p0, p1, device=latent.device)
+        first = pools.before[rows, None]
+        open_ = (column >= first) & (column < first + (teacher.position[rows, None] + 1) // size)
+        yield _Chunk(rows, column, open_, _normalised(mass[:, inside].sum(-1), open_))

@@ -1,0 +1,37 @@
+"""One matrix product per group of rows: torch's grouped kernel where it runs, a loop elsewhere."""
+
+import torch
+import torch.nn.functional as F
+
+
+def grouped_mm_loop(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """The definition, one product per group; waits for the device to learn the group sizes."""
+    bounds = [0, *ends.tolist()]
+    parts = [
+        x[begin:end] @ weight[group].t()
+        for group, (begin, end) in enumerate(zip(bounds[:-1], bounds[1:], strict=True))
+    ]
+    return torch.cat(parts)
+
+
+def has_kernel(x: torch.Tensor) -> bool:
+    """Whether torch's grouped kernel takes this dtype on this device; on CUDA that is bfloat16."""
+    if x.is_cuda:
+        return x.dtype == torch.bfloat16
+    return x.dtype in (torch.float32, torch.bfloat16)
+
+
+def grouped_mm(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """``out[i] = x[i] @ weight[g].T`` for the rows i of each group g.
+
+    Args:
+        x: (R, in), rows sorted by group; ``in`` and ``out`` multiples of 8.
+        weight: (groups, out, in), the dtype of ``x``.
+        ends: int32 (groups,), row after each group's last; the last is R.
+
+    Returns:
+        (R, out).
+    """
+    if has_kernel(x):
+        return F.grouped_mm(x, weight.transpose(-2, -1), offs=ends)
+    return grouped_mm_loop(x, weight, ends)

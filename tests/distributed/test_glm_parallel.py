@@ -1,0 +1,199 @@
+"""Two ranks train GLM-5.3-Flash as one rank does: loss, every gradient, every routing bias."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import Module
+from torchtitan.components.loss import IGNORE_INDEX
+
+from components.titan.trainer import RecipeTrainer
+from tests.distributed.spawn import run_ranks
+from tests.training import full, losses, small_overrides, train, write_corpus
+
+pytestmark = pytest.mark.distributed
+
+# Two micro-batches of two samples per step on two ranks: the same eight samples as one rank's step.
+GLOBAL_BATCH = 8
+LAYOUTS = {
+    "fsdp2": ["parallelism.expert_parallel_degree=1"],
+    "fsdp2_ep2": ["parallelism.expert_parallel_degree=2"],
+    "fsdp2_ep2_recompute": [
+        "parallelism.expert_parallel_degree=2",
+        "components.full_recompute.enabled=true",
+    ],
+}
+EXPERTS = 8
+EXPERTS_OF_RANK_1 = slice(EXPERTS // 2, EXPERTS)
+
+
+def model_overrides(corpus: Path) -> list[str]:
+    """The tiny model with little text; documents above 19 tokens select 4 of their pools."""
+    small = [o for o in small_overrides(corpus) if not o.startswith("model=")]
+    return ["model=glm_flash_tiny", "model.index_topk=16", *small]
+
+
+def overrides(corpus: str, seed: str) -> list[str]:
+    return [
+        *model_overrides(Path(corpus)),
+        f"training.global_batch_size={GLOBAL_BATCH}",
+        "training.steps=3",
+        # Gradients are compared as they are, and small differences must not be scaled up.
+        "training.max_norm=1000000.0",
+        f"checkpoint.initial_load_path={seed}",
+        "checkpoint.initial_load_model_only=true",
+    ]
+
+
+def randomise(model: Module, starve_rank_1: bool) -> None:
+    """Move every parameter off its neutral initial value.
+
+    Args:
+        starve_rank_1: give the first half of the experts a bias that no score outweighs.
+    """
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+        for name, buffer in model.named_buffers():
+            if name.endswith("expert_bias_E"):
+                buffer.copy_(0.1 * torch.randn(buffer.shape, generator=generator))
+                buffer[: EXPERTS // 2] += 10.0 if starve_rank_1 else 0.0
+
+
+def train_and_keep(trainer: RecipeTrainer) -> dict[str, Any]:
+    """Train to the end.
+
+    Returns:
+        The first step's gradients, whole, by parameter name; the routing biases after each step, by
+        step and name; parameters without a gradient; tokens that this rank's experts received.
+    """
+    model, original = trainer.model_parts[0], trainer.train_step
+    kept: dict[str, Any] = {"gradients": {}, "biases": {}, "without": [], "received": []}
+    for module in model.modules():
+        if hasattr(module, "w1_EFD"):
+            module.register_forward_pre_hook(
+                lambda module, args: kept["received"].append(args[0].shape[0])
+            )
+
+    def clean(named: Iterator) -> Iterator:
+        """Without what a recomputed layer's wrapper adds to names."""
+        return ((name.replace("_checkpoint_wrapped_module.", ""), value) for name, value in named)
+
+    def step(iterator: Iterator) -> None:
+        original(iterator)
+        if trainer.step == 1:
+            for name, parameter in clean(model.named_parameters()):
+                if parameter.grad is None:
+                    kept["without"].append(name)
+                else:
+                    kept["gradients"][name] = full(parameter.grad)
+        for name, buffer in clean(model.named_buffers()):
+            if name.endswith("expert_bias_E"):
+                kept["biases"][trainer.step, name] = full(buffer)
+
+    trainer.train_step = step
+    trainer.train()
+    return kept
+
+
+def train_layout(name: str, layout: str, corpus: str, seed: str, out: str) -> None:
+    """One rank of a layout's run."""
+    settings = [*overrides(corpus, seed), *LAYOUTS[layout]]
+    kept = train(Path(out) / name, settings, use=train_and_keep)
+    torch.save(kept, Path(out) / f"{name}.{os.environ['RANK']}.pt")
+
+
+def single_run(out: Path, starve_rank_1: bool) -> Path:
+    """A seed checkpoint, and one rank trained from it."""
+    corpus = write_corpus(out / "corpus")
+
+    def save(trainer: RecipeTrainer) -> None:
+        randomise(trainer.model_parts[0], starve_rank_1)
+        trainer.save_seed()
+
+    seeding = [*model_overrides(corpus), "checkpoint.create_seed_checkpoint=true"]
+    train(out / "seed", seeding, use=save)
+    settings = overrides(str(corpus), str(out / "seed/checkpoint/step-0"))
+    torch.save(train(out / "single", settings, use=train_and_keep), out / "single.pt")
+    return out
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return single_run(tmp_path_factory.mktemp("glm"), starve_rank_1=False)
+
+
+@pytest.fixture(scope="module")
+def starved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return single_run(tmp_path_factory.mktemp("glm_starved"), starve_rank_1=True)
+
+
+def two_ranks(folder: Path, layout: str) -> list[dict[str, Any]]:
+    """Train a layout from the folder's seed; what each rank kept."""
+    seed = str(folder / "seed/checkpoint/step-0")
+    arguments = layout, layout, str(folder / "corpus"), seed, str(folder)
+    run_ranks(train_layout, 2, folder / f"{layout}_errors", *arguments)
+    return [torch.load(folder / f"{layout}.{rank}.pt") for rank in range(2)]
+
+
+def assert_as_one(folder: Path, layout: str, ranks: list[dict[str, Any]]) -> None:
+    """Losses, gradients and biases of both ranks are those of the single rank."""
+    several, one = losses(folder / layout), losses(folder / "single")
+    assert several[0] == pytest.approx(one[0], rel=1e-6)
+    # Later steps follow AdamW's, which makes a full step of any gradient, however small.
+    assert several == pytest.approx(one, rel=1e-3)
+    expected = torch.load(folder / "single.pt")
+    for rank in ranks:
+        assert rank["without"] == expected["without"]
+        assert rank["gradients"].keys() == expected["gradients"].keys()
+        for name, gradient in expected["gradients"].items():
+            error = (rank["gradients"][name] - gradient).norm() / gradient.norm().clamp(min=1e-12)
+            assert error < 1e-4, f"{name}: {error:.2e}"
+        assert rank["biases"].keys() == expected["biases"].keys()
+        for key, bias in expected["biases"].items():
+            assert torch.equal(rank["biases"][key], bias), key
+
+
+def test_ranks_hold_different_numbers_of_valid_tokens(single: Path) -> None:
+    counts = train(
+        single / "counts",
+        model_overrides(single / "corpus"),
+        use=lambda trainer: [
+            int((labels != IGNORE_INDEX).sum())
+            for _, (_, labels) in zip(range(4), trainer.dataloader, strict=False)
+        ],
+    )
+    assert len(set(counts)) > 1
+
+
+def test_one_rank_trains_all_but_the_indexer_and_moves_every_bias(single: Path) -> None:
+    """What keeps the comparisons below from comparing nothing."""
+    kept = torch.load(single / "single.pt")
+    assert len(kept["without"]) == 7
+    assert all(".indexer." in name for name in kept["without"])
+    assert all(gradient.norm() > 0 for gradient in kept["gradients"].values())
+    seed_layers = {name for _, name in kept["biases"]}
+    assert len(seed_layers) == 3
+    for name in seed_layers:
+        first, last = kept["biases"][1, name], kept["biases"][3, name]
+        assert not torch.equal(first, last)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_losses_gradients_and_biases_equal_one_rank(layout: str, single: Path) -> None:
+    assert_as_one(single, layout, two_ranks(single, layout))
+
+
+def test_a_rank_whose_experts_get_no_token_still_joins_and_counts(starved: Path) -> None:
+    ranks = two_ranks(starved, "fsdp2_ep2")
+    assert all(tokens > 0 for tokens in ranks[0]["received"])
+    assert set(ranks[1]["received"]) == {0}
+    for name, gradient in ranks[1]["gradients"].items():
+        if "inner_experts" in name:
+            assert not gradient[EXPERTS_OF_RANK_1].any()
+            assert gradient[: EXPERTS_OF_RANK_1.start].any()
+    assert_as_one(starved, "fsdp2_ep2", ranks)

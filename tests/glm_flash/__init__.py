@@ -1,0 +1,1 @@
+"""The GLM-5.3-Flash model against transformers': builders and comparisons for tests."""
