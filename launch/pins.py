@@ -11,7 +11,7 @@ from importlib import import_module, metadata
 from pathlib import Path
 
 REQUIREMENTS = Path(__file__).resolve().parent.parent / "requirements.in"
-MODULES = {"hydra-core": "hydra"}
+MODULES = {"hydra-core": "hydra", "fla-core": "fla"}
 """Distribution -> the module it brings, where the two are named differently."""
 
 _EXACT = re.compile(r"^([A-Za-z0-9._-]+)==([^\s;#]+)")

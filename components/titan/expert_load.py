@@ -6,6 +6,8 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 
+_RECOMPUTED = "_checkpoint_wrapped_module."
+
 
 class ExpertLoad:
     """Keeps each layer's token counts of the last step, read just before they are reset.
@@ -16,18 +18,24 @@ class ExpertLoad:
 
     def __init__(self) -> None:
         self._counts: torch.Tensor | None = None
+        self._names: list[str] = []
+        self._passes: list[int] = []
         self._group: dist.ProcessGroup | None = None
 
     def attach(self, optimizers: Any, model_parts: list[nn.Module], parallel_dims: Any) -> None:
         """Start observing; a no-op for models without experts."""
-        layers = [
-            module
+        named = {
+            name: module
             for part in model_parts
-            for module in part.modules()
+            for name, module in part.named_modules()
             if isinstance(getattr(module, "tokens_per_expert_E", None), torch.Tensor)
-        ]
-        if not layers:
+        }
+        if not named:
             return
+        layers = list(named.values())
+        self._names = [name.replace(_RECOMPUTED, "") for name in named]
+        # A recomputed layer counts its tokens twice.
+        self._passes = [2 if _RECOMPUTED in name else 1 for name in named]
         mesh = parallel_dims.get_optional_mesh("loss")
         self._group = mesh.get_group() if mesh is not None else None
 
@@ -42,15 +50,29 @@ class ExpertLoad:
 
         optimizers.register_step_pre_hook(observe)
 
-    def metrics(self) -> dict[str, float]:
-        """Busiest expert over the mean, worst layer, all data ranks. A collective call."""
+    def totals(self) -> dict[str, list[int]]:
+        """Tokens of each expert in the last step, per layer, all data ranks. A collective call."""
         if self._counts is None:
             return {}
         counts = self._counts.clone()
         if self._group is not None:
             dist.all_reduce(counts, group=self._group)
-        ratio = counts.amax(dim=1) / counts.mean(dim=1).clamp(min=1e-9)
-        return {"moe/max_over_mean_load": ratio.max().item()}
+        counts = counts.long() // torch.tensor(self._passes, device=counts.device).unsqueeze(1)
+        return dict(zip(self._names, counts.tolist(), strict=True))
+
+    @staticmethod
+    def metrics(totals: dict[str, list[int]]) -> dict[str, float]:
+        """Scalars of what ``totals`` returned."""
+        if not totals:
+            return {}
+        layers = list(totals.values())
+        experts = sum(len(layer) for layer in layers)
+        return {
+            "moe/max_over_mean_load": max(
+                max(layer) * len(layer) / max(sum(layer), 1) for layer in layers
+            ),
+            "moe/idle_experts": sum(layer.count(0) for layer in layers) / experts,
+        }
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

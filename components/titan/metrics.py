@@ -32,6 +32,7 @@ GLOSSARY = {
     "memory/alloc_retries": "times the allocator had to free its cache to go on",
     "validation/loss": "mean cross entropy over the held-out split, nats per token",
     "moe/max_over_mean_load": "busiest expert's tokens over the mean, worst layer",
+    "moe/idle_experts": "share of all layers' experts that no token of the step visited",
 }
 
 _GIB = 2**30
@@ -50,6 +51,10 @@ class RunMetrics(MetricsProcessor):
 
         progress_bar: bool = True
         """Show a live bar below the lines when standard error is a terminal."""
+
+        expert_load: bool = False
+        """Whether to write every expert's tokens of each logged step to expert_load.jsonl in the
+        run directory, by layer: about 7 bytes per expert, layer and line."""
 
         def __post_init__(self) -> None:
             if self.log_freq < 1:
@@ -114,6 +119,12 @@ class RunMetrics(MetricsProcessor):
         self._record(step, {"validation/loss": loss, **(extra_metrics or {})})
         narrate(f"step {step}/{self.total_steps} | validation loss {loss:.4f}")
         self._start_interval()
+
+    def record_expert_load(self, step: int, totals: dict[str, list[int]]) -> None:
+        """Append a step's tokens per expert, layer by layer, if that is wanted."""
+        if self.config.expert_load and totals and self._file is not None:
+            with self._file.with_name("expert_load.jsonl").open("a") as file:
+                file.write(json.dumps({"step": step, **totals}) + "\n")
 
     def close(self) -> None:
         if self._bar is not None:

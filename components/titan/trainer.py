@@ -44,7 +44,7 @@ class RecipeTrainer(Trainer):
         self.stopped_by: int | None = None
         self._stop = StopRequest(self._host_group)
         self.metrics_processor.total_steps = config.training.steps
-        self.metrics_processor.sources.append(expert_load.metrics)
+        self.metrics_processor.sources.append(partial(self._report_load, expert_load))
         for component in enabled:
             self.metrics_processor.glossary.update(component.scalars)
             self.metrics_processor.sources.append(partial(component.metrics, self))
@@ -116,6 +116,11 @@ class RecipeTrainer(Trainer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         tokens = state_dict["ntokens_seen"] // self._counting_ranks()
         super().load_state_dict({**state_dict, "ntokens_seen": tokens})
+
+    def _report_load(self, load: ExpertLoad) -> dict[str, float]:
+        totals = load.totals()
+        self.metrics_processor.record_expert_load(self.step, totals)
+        return load.metrics(totals)
 
     def _counting_ranks(self) -> int:
         """Ranks that read tokens of their own; each counts what it read."""

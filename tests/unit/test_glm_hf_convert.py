@@ -130,6 +130,7 @@ def other_tensors() -> dict[str, torch.Tensor]:
         "model.visual.patch_embed.proj.weight": torch.randn(4, 3, 2, 2, 2),
         "model.visual.odd": torch.ones(3, dtype=torch.bfloat16),
         "model.visual.temperature": torch.tensor(3.0),
+        f"{LAYER}3.hnorm.weight": torch.ones(4),
         f"{LAYER}3.mlp.experts.down_proj": stack,
         f"{LAYER}3.mlp.experts.down_proj_scale_inv": factors,
         f"{LAYER}3.eh_proj.weight": torch.randn(16, 32, dtype=torch.bfloat16),
@@ -142,7 +143,7 @@ def test_vision_and_prediction_are_carried_over(tmp_path: Path) -> None:
     others = other_tensors()
     folder = write_checkpoint(tmp_path / "source", release_tensors() | others)
     line = convert(folder, tmp_path / "target", "release", BIG)
-    assert "carried over: 3 vision tensors and 5 prediction (MTP) tensors" in line
+    assert "carried over: 3 vision tensors and 6 prediction (MTP) tensors" in line
     for leaf, rows in (("0.up_proj.weight", 130), ("down_proj", 3)):
         name = f"{LAYER}3.mlp.experts.{leaf}"
         factors = others.pop(f"{name}_scale_inv").repeat_interleave(128, -2)[..., :rows, :]
@@ -154,7 +155,7 @@ def test_text_only_leaves_them_out(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path / "source", release_tensors() | other_tensors())
     (folder / "config.json").write_text('{"text_config": {"num_nextn_predict_layers": 1}}')
     line = convert(folder, tmp_path / "target", "release", BIG, text_only=True)
-    assert "left out: 3 vision tensors and 5 prediction (MTP) tensors" in line
+    assert "left out: 3 vision tensors and 6 prediction (MTP) tensors" in line
     assert equal(read_folder(tmp_path / "target"), with_bfloat16(release_tensors()))
     config = json.loads((tmp_path / "target/config.json").read_text())
     assert config["text_config"]["num_nextn_predict_layers"] == 0

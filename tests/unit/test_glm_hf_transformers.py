@@ -1,6 +1,5 @@
 """Checkpoints of transformers' GLM-5.3-Flash: read, trained elsewhere, exported, read back."""
 
-import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 pytest.importorskip("transformers")
 from transformers import (  # noqa: E402
@@ -33,7 +32,7 @@ VISION = dict(
     depth=1, hidden_size=16, num_heads=2, intermediate_size=16, image_size=28,
     out_hidden_size=64, projection_intermediate_size=16,
 )  # fmt: skip
-# Beside each name: where the published files spell it differently from transformers' modules.
+# Endings, in transformers' spelling, of what it keeps in float32.
 FLOAT32 = ("A_log", "dt_bias", "conv1d.weight", "hc.base", "hc.scale", "e_score_correction_bias")
 
 
@@ -126,10 +125,25 @@ def test_loading_gives_the_native_tensors_bit_by_bit(
     else:
         model.model.language_model.save_pretrained(folder)
         # The text model alone has no output head; it goes into a file of its own.
-        from safetensors.torch import save_file
-
         save_file({"lm_head.weight": model.lm_head.weight}, folder / "head.safetensors")
     assert equal(load(folder, model), text_tensors(model))
+
+
+def test_a_checkpoint_of_transformers_gives_its_logits(tmp_path: Path) -> None:
+    reference = new_model().float()
+    reference.save_pretrained(tmp_path)
+    settings = GlmFlashModel(**settings_of(reference.config.text_config))
+    native = settings.build_spec().model.build()
+    native.init_states()
+    adapter = adapter_of(reference)
+    states = adapter.to_hf(native.state_dict())
+    dcp.load(states, storage_reader=adapter.get_hf_storage_reader(str(tmp_path)))
+
+    tokens = torch.randint(1, 97, (1, 21), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        found = native(tokens, positions=torch.arange(21).unsqueeze(0)).squeeze(0)
+        expected = reference(tokens).logits.squeeze(0)
+    assert (found - expected).norm() < 2e-5 * expected.norm()
 
 
 @pytest.mark.parametrize("layout", ["release", "memory"])
@@ -168,13 +182,11 @@ def checkpoints(folder: Path, module: nn.Module, model: Any, **config: Any) -> R
     )
 
 
-@contextlib.contextmanager
-def small_vision(folder: Path) -> Iterator[None]:
-    """Shrink the vision tower, of which an export has no weights, to the tests' size."""
+def shrink_vision(folder: Path) -> None:
+    """Make the vision tower, of which an export has no weights, as small as the tests'."""
     config = json.loads((folder / "config.json").read_text())
     config["vision_config"] |= VISION
     (folder / "config.json").write_text(json.dumps(config))
-    yield
 
 
 def test_an_export_is_the_checkpoint_it_came_from(
@@ -201,10 +213,10 @@ def test_an_export_is_the_checkpoint_it_came_from(
     names = {file.name for file in folder.iterdir()}
     assert {"config.json", "model.safetensors.index.json"} < names and "sharded" not in names
 
-    with small_vision(folder):
-        again = Glm5NextForConditionalGeneration.from_pretrained(
-            folder, dtype="auto", attn_implementation="eager"
-        ).eval()
+    shrink_vision(folder)
+    again = Glm5NextForConditionalGeneration.from_pretrained(
+        folder, dtype="auto", attn_implementation="eager"
+    ).eval()
     assert equal(text_tensors(again), text_tensors(model))
     tokens = torch.randint(1, 97, (1, 21))
     with torch.no_grad():

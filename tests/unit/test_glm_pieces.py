@@ -1,8 +1,12 @@
 """Documents in a batch, FLOP counts, and other pieces of GLM-5.3-Flash that need no oracle."""
 
+import pytest
 import torch
 
 from components.models.glm_flash.documents import Documents
+from components.models.glm_flash.flops import mean_keys, training_flops_per_token
+from components.models.glm_flash.router import keep_best_groups
+from components.models.glm_flash.settings import GlmFlashModel
 
 
 def test_documents_begin_at_rows_and_where_positions_jump():
@@ -19,3 +23,30 @@ def test_documents_from_lengths_are_the_same():
     one, other = Documents.from_positions(positions), Documents.from_lengths((3, 2, 1))
     assert one.lengths == other.lengths
     assert torch.equal(one.position, other.position) and torch.equal(one.start, other.start)
+
+
+@pytest.mark.parametrize(
+    ("seq_len", "expected"),
+    # Forward and backward at full size, in 1e9 per token, worked out by hand from the formulas of
+    # the published shapes.
+    [(2048, 105.8), (8192, 109.2), (32768, 110.3), (131072, 111.6), (262144, 113.2), (2**20, 122)],
+)
+def test_flops_per_token_of_the_published_model(seq_len: int, expected: float) -> None:
+    found = training_flops_per_token(GlmFlashModel().build_spec().model, seq_len) / 1e9
+    assert found == pytest.approx(expected, rel=1e-3)
+
+
+def test_keys_per_query_are_those_that_selection_gives() -> None:
+    model = GlmFlashModel(index_topk=8, index_kpool=4).build_spec().model
+    mla = next(layer.attention for layer in model.layers if hasattr(layer.attention, "indexer"))
+    for length in (1, 7, 11, 12, 50):
+        # At most two pools of four, and the unfinished one.
+        keys = [4 * min(2, (t + 1) // 4) + (t + 1) % 4 for t in range(length)]
+        assert mean_keys(mla, length) == pytest.approx(sum(keys) / length, rel=0.03)
+
+
+def test_the_best_groups_are_kept() -> None:
+    scores = torch.tensor([[0.9, 0.0, 0.5, 0.5, 0.1, 0.2, 0.6, 0.5]])
+    kept = keep_best_groups(scores, groups=4, kept=2)
+    assert kept.tolist() == [[-torch.inf] * 2 + scores[0, 2:4].tolist() + [-torch.inf] * 2
+                             + scores[0, 6:].tolist()]  # fmt: skip

@@ -285,8 +285,9 @@ def test_a_missing_fla_is_an_error_and_not_a_slow_run(
     assert tiny_glm(kda_kernel="reference").choose_kernels("cuda").overrides == ()
 
 
-def test_a_head_too_wide_for_fla_is_refused_where_fla_would_run() -> None:
-    wide = tiny_glm(kda_head_dim=288)
-    assert wide.check() == [] and wide.choose_kernels("cpu").overrides == ()
-    with pytest.raises(ValueError, match="model.kda_head_dim: 288 is wider .* legal: 1 to 256"):
-        wide.choose_kernels("cuda")
+@pytest.mark.parametrize("width", [8, 288])
+def test_a_head_width_that_fla_lacks_is_refused_where_fla_would_run(width: int) -> None:
+    model = tiny_glm(kda_head_dim=width)
+    assert model.check() == [] and model.choose_kernels("cpu").overrides == ()
+    with pytest.raises(ValueError, match=f"model.kda_head_dim: {width} is no .* legal: 16 to 256"):
+        model.choose_kernels("cuda")

@@ -20,7 +20,7 @@ from components.titan.story import STORY
 from components.titan.trainer import RecipeTrainer, _mix
 from launch.config.groups import RECIPES
 from launch.config.load import load_recipe
-from tests.training import small_overrides
+from tests.training import small_overrides, train, write_corpus
 
 TOKENS, WAIT = 300, 0.25
 
@@ -159,17 +159,37 @@ def one_rank() -> SimpleNamespace:
 
 def test_the_load_is_the_busiest_expert_of_the_worst_layer() -> None:
     optimizers, load = Optimizers(), ExpertLoad()
-    assert load.metrics() == {}
+    assert load.metrics(load.totals()) == {}
     load.attach(optimizers, [Layers([1, 1, 1, 5], [2, 2, 2, 2])], one_rank())
     optimizers.step()
-    assert load.metrics() == {"moe/max_over_mean_load": 2.5}
+    assert load.totals() == {"layers.0.moe": [1, 1, 1, 5], "layers.1.moe": [2, 2, 2, 2]}
+    expected = {"moe/max_over_mean_load": 2.5, "moe/idle_experts": 0.0}
+    assert load.metrics(load.totals()) == expected
+
+
+def test_experts_without_a_token_are_counted() -> None:
+    scalars = ExpertLoad.metrics({"a": [0, 8, 0, 0], "b": [2, 2, 2, 2]})
+    assert scalars == {"moe/max_over_mean_load": 4.0, "moe/idle_experts": 3 / 8}
+
+
+@pytest.mark.parametrize("recompute", ["false", "true"])
+def test_every_expert_s_tokens_are_written_when_wanted(tmp_path: Path, recompute: str) -> None:
+    corpus = write_corpus(tmp_path / "corpus")
+    wanted = ["metrics.expert_load=true", f"components.full_recompute.enabled={recompute}"]
+    train(tmp_path / "run", [*small_overrides(corpus), *wanted, "training.steps=2"])
+    lines = (tmp_path / "run/expert_load.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2]
+    layers = {k: v for k, v in json.loads(lines[1]).items() if k != "step"}
+    assert layers and all(name.endswith(".moe") for name in layers)
+    # Every one of 2 x 128 tokens visits two experts.
+    assert all(sum(counts) == 2 * 128 * 2 for counts in layers.values())
 
 
 def test_models_without_experts_report_no_load() -> None:
     optimizers, load = Optimizers(), ExpertLoad()
     load.attach(optimizers, [nn.Linear(2, 2)], one_rank())
     optimizers.step()
-    assert load.metrics() == {}
+    assert load.totals() == {}
 
 
 def test_the_load_is_read_before_balancing_resets_the_counts(tmp_path: Path) -> None:
@@ -179,7 +199,8 @@ def test_the_load_is_read_before_balancing_resets_the_counts(tmp_path: Path) -> 
     attach = run.config.model_spec.post_optimizer_build_fn
     attach(optimizers, [model], one_rank())
     optimizers.step()
-    assert run.expert_load.metrics() == {"moe/max_over_mean_load": 2.5}
+    totals = run.expert_load.totals()
+    assert run.expert_load.metrics(totals)["moe/max_over_mean_load"] == 2.5
     assert model.layers["0"].moe.tokens_per_expert_E.sum() == 0
 
 

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from components.core.recipe import Recipe
     from components.models.glm_flash.settings import GlmFlashModel
 
-WIDEST_FLA_HEAD = 256
+NARROWEST_FLA_HEAD, WIDEST_FLA_HEAD = 16, 256
 """Widest KDA head, in numbers, that fla's kernels take."""
 
 _MIXERS = ("kda", "dsa")

@@ -195,8 +195,9 @@ class GlmFlashModel(ModelSettings):
                 "is not installed; install it with the rest of requirements.lock, or use "
                 "'reference', which is slow"
             )
-        if self.kda_head_dim > checks.WIDEST_FLA_HEAD:
+        if not checks.NARROWEST_FLA_HEAD <= self.kda_head_dim <= checks.WIDEST_FLA_HEAD:
             raise ValueError(
-                f"model.kda_head_dim: {self.kda_head_dim} is wider than fla's KDA kernels take; "
-                f"legal: 1 to {checks.WIDEST_FLA_HEAD}, or model.kda_kernel 'reference'"
+                f"model.kda_head_dim: {self.kda_head_dim} is no width that fla's KDA kernels take; "
+                f"legal: {checks.NARROWEST_FLA_HEAD} to {checks.WIDEST_FLA_HEAD}, or "
+                "model.kda_kernel 'reference'"
             )

@@ -14,7 +14,6 @@ class Settings(Protocol):
     dim: int
     vocab_size: int
     max_seq_len: int
-    layer_types: Sequence[str]
     kda_heads: int
     kda_head_dim: int
     conv_kernel: int
@@ -44,6 +43,9 @@ class Settings(Protocol):
     hc_eps: float
     norm_eps: float
     init_std: float
+
+    @property
+    def layer_types(self) -> Sequence[str]: ...
 
 
 def hf_config(settings: Settings, dtype: str) -> dict[str, Any]:

@@ -83,7 +83,7 @@ def convert(
                     if not name.endswith(SCALE)]  # fmt: skip
     # Wide types first: each tensor then begins at a multiple of its element's size.
     files = [
-        list(entries)
+        sorted(entries, key=lambda entry: -entry.dtype.itemsize)
         for entries in shards((output.entry for output in outputs), max_shard)
     ]
     _prepare(target, files)
