@@ -1,11 +1,15 @@
 """Recompute every layer in the backward pass."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torchtitan.distributed.activation_checkpoint import FullAC
 
-from components.core.base import Component
+from components.core.base import Component, MemoryTerm, Target
 from components.titan.plan import RunPlan
+
+if TYPE_CHECKING:
+    from components.core.recipe import Recipe
 
 
 class FullRecompute(Component):
@@ -25,6 +29,18 @@ class FullRecompute(Component):
         """Replay the random numbers of the forward; only models that draw some need it."""
 
     config: Config
+
+    def memory_terms(self, recipe: "Recipe", target: Target) -> list[MemoryTerm]:
+        """The hidden states between layers, which are kept for backward."""
+        width = recipe.model.hidden_width
+        if width is None:
+            return []
+        parallel, training = recipe.parallelism, recipe.training
+        split = parallel.context_parallel_degree * parallel.tensor_parallel_degree
+        tokens = training.local_batch_size * training.seq_len // split
+        nbytes = {"float32": 4, "bfloat16": 2}[training.mixed_precision_param]
+        size = tokens * recipe.model.n_layers * width * nbytes
+        return [MemoryTerm("hidden states between layers, kept for backward", size)]
 
     def apply(self, plan: RunPlan) -> None:
         policy = FullAC.Config(preserve_rng_state=self.config.preserve_rng_state)

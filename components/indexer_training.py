@@ -2,13 +2,15 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
+from torchtitan.distributed import ParallelDims
 
-from components.core.base import Component, Target
+from components.core.base import Component, MemoryTerm, Target
 from components.core.problems import Problem
+from components.models.counts import count_parameters
 from components.models.glm_flash.decoder import GlmFlashDecoder
 from components.models.glm_flash.indexer_loss import IndexerLoss
 from components.models.glm_flash.mla import SparseMLA
@@ -35,6 +37,7 @@ class IndexerTraining(Component):
     scalars = {
         "indexer/kl": "divergence of indexers from attention, nats per token, mean of layers"
     }
+    headlines = {"indexer/kl": "indexer kl"}
     changes_training = True
 
     @dataclass(kw_only=True, slots=True)
@@ -65,7 +68,8 @@ class IndexerTraining(Component):
             yield Problem(
                 f"{self.path}.enabled",
                 "true needs a model with sparse attention; this one has no indexer",
-                "use model=glm_flash, glm_flash_4layer or glm_flash_tiny, or leave it out",
+                "use model=glm_flash, glm_flash_4layer or glm_flash_tiny, put a dsa layer into "
+                "model.layer_types, or leave it out",
             )
 
     def apply(self, plan: RunPlan) -> None:
@@ -76,7 +80,8 @@ class IndexerTraining(Component):
         for layer in model.layers:
             if isinstance(layer.attention, SparseMLA.Config):
                 layer.attention.indexer_loss = IndexerLoss.Config(
-                    coefficient=self.config.coefficient / tokens,
+                    coefficient=self.config.coefficient,
+                    tokens=tokens,
                     support=self.config.support,
                     kpool=layer.attention.core.kpool,
                     scale=layer.attention.core.scale,
@@ -84,6 +89,20 @@ class IndexerTraining(Component):
                 )
             if self.config.only and layer.moe is not None:
                 layer.moe.load_balance_coeff = None
+
+    def memory_terms(self, recipe: "Recipe", target: Target) -> list[MemoryTerm]:
+        """Frozen parameters have neither gradients nor moments."""
+        if not self.config.only:
+            return []
+        counts = count_parameters(recipe.model.build_spec())
+        width = {"float32": 4, "bfloat16": 2}[recipe.training.dtype]
+        spared = recipe.optimizer.bytes_per_parameter(recipe.training.dtype) - width
+        dims = ParallelDims.from_config(recipe.parallelism, target.ranks)
+        size = (counts.total - counts.indexer) * spared * dims.dp_replicate // target.ranks
+        where: Literal["host", "device"] = (
+            "host" if recipe.training.enable_cpu_offload else "device"
+        )
+        return [MemoryTerm("gradients and moments of frozen parameters, not needed", -size, where)]
 
     def before_step(self, trainer: "RecipeTrainer") -> None:
         for loss in _losses(trainer):
@@ -94,9 +113,7 @@ class IndexerTraining(Component):
         sums = [loss.divergence for loss in losses if loss.divergence is not None]
         if not sums:
             return {}
-        # The factor in the training loss is coefficient / tokens per step.
-        per_token = losses[0].config.coefficient / self.config.coefficient
-        total = torch.stack(sums).sum() * per_token
+        total = torch.stack(sums).sum() / losses[0].config.tokens
         mesh = trainer.parallel_dims.get_optional_mesh("loss")
         if mesh is not None:
             dist.all_reduce(total, group=mesh.get_group())

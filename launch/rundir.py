@@ -40,6 +40,15 @@ class RunDir:
                 found[int(step.group(1))] = path
         return dict(sorted(found.items()))
 
+    def exports(self, folder: str = "checkpoint") -> dict[int, Path]:
+        """Folders with weights in Hugging Face's format, by step."""
+        found = {}
+        for path in (self.path / folder).glob("step-*"):
+            step = re.fullmatch(r"step-(\d+)", path.name)
+            if step and (path / "model.safetensors.index.json").is_file():
+                found[int(step.group(1))] = path
+        return found
+
     def write_status(self, **entries: Any) -> None:
         """Record how the run ended (state, step, signal)."""
         (self.path / STATUS).write_text(json.dumps(entries) + "\n")

@@ -49,6 +49,8 @@ def _result(terms: list[MemoryTerm], target: Target) -> str:
     if target.memory is not None and needed > target.memory / 2**30:
         room = target.memory / 2**30
         return f"the settings are right, but {needed:.0f} GiB DO NOT FIT into the {room:.0f} GiB"
+    if target.memory is None:
+        return "no problem found; not compared with a device, as hardware.memory is not set"
     return "no problem found"
 
 

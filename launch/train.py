@@ -86,7 +86,11 @@ def _ending(run: RunDir, recipe: "Recipe", outcome: "Outcome") -> str:
     status = run.read_status()
     done = status.get("step", max(steps, default=0))
     lines = [_verdict(outcome, done)]
-    lines.append(f"checkpoint   {display(list(steps.values())[-1]) if steps else 'none'}")
+    export = run.exports(recipe.checkpoint.folder).get(done)
+    if steps or export is None:
+        lines.append(f"checkpoint   {display(list(steps.values())[-1]) if steps else 'none'}")
+    if export is not None:
+        lines.append(f"export       {display(export)} (Hugging Face)")
     frozen = shlex.quote(display(run.frozen))
     if done:
         # Not resolved: a virtual environment's interpreter is a link to one without its packages.

@@ -84,6 +84,9 @@ class Component(Configurable):
     scalars: ClassVar[dict[str, str]] = {}
     """Names that ``metrics`` returns -> meaning with unit, for the glossary."""
 
+    headlines: ClassVar[dict[str, str]] = {}
+    """Names of scalars that belong in every step's line -> what they are called there."""
+
     relieves: ClassVar[str] = ""
     """What to try first on out-of-memory, e.g. "activations"; "" if it does not save memory."""
 

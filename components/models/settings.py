@@ -45,6 +45,11 @@ class ModelSettings(ABC):
         @property
         def n_experts(self) -> int | None: ...
 
+    @property
+    def hidden_width(self) -> int | None:
+        """Numbers per token that pass from one layer to the next; None where it is not known."""
+        return None
+
     @abstractmethod
     def build_spec(self) -> ModelSpec:
         """Build torchtitan's description of this model. Allocates no parameters.

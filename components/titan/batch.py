@@ -11,8 +11,7 @@ if TYPE_CHECKING:
 def sequences_per_pass(recipe: "Recipe", ranks: int) -> int:
     """Sequences of one accumulation pass, over all ranks that read data of their own.
 
-    Raises:
-        ValueError: the parallel degrees do not multiply to ``ranks``.
+    The parallel degrees multiply to ``ranks``: the recipe has passed its checks.
     """
     dims = ParallelDims.from_config(recipe.parallelism, ranks)
     return recipe.training.local_batch_size * dims.dp_replicate * dims.dp_shard

@@ -1,7 +1,7 @@
 """Checkpoints: torchtitan's manager with resume, a save on demand and a readable refusal."""
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.stateful import Stateful
 from torchtitan.components.checkpointer import CheckpointManager
 from torchtitan.components.checkpointer.base import MODEL
 from torchtitan.tools import filesystem
@@ -40,6 +41,10 @@ class RunCheckpoints(CheckpointManager):
         """True: `initial_load_path` gives the model alone (a new run from old weights). False: it
         gives the optimizer, the data position and the step as well."""
 
+        initial_load_path: str | None = None
+        """Checkpoint that a new run starts from: a folder `.../step-N`, or one with Hugging Face
+        weights (see `initial_load_in_hf`). Relative paths start at the current directory."""
+
         resume: str | None = None
         """Continue a run in its own directory: "latest" (newest run of this recipe that has a
         complete checkpoint) or the path of a run directory. null starts a new run."""
@@ -47,6 +52,10 @@ class RunCheckpoints(CheckpointManager):
         def __post_init__(self) -> None:
             if self.keep_latest_k != 0 and self.keep_latest_k < 2:
                 raise ValueError(f"keep_latest_k is {self.keep_latest_k}; use 0 (all) or 2 or more")
+            path = self.initial_load_path
+            if path and not filesystem.is_remote(path):
+                # torchtitan takes absolute paths alone, and we print relative ones.
+                self.initial_load_path = str(Path(path.strip()).absolute())
             CheckpointManager.Config.__post_init__(self)
 
     _forced: bool = False
@@ -150,6 +159,8 @@ def refuse_other_model(state_dict: dict[str, Any], checkpoint: Path) -> None:
         elif isinstance(entry, TensorStorageMetadata) and entry.size != tensor.shape:
             shapes = f"{list(entry.size)} in the checkpoint, {list(tensor.shape)} in the model"
             differences.append(f"{name}: {shapes}")
+    if not differences:
+        refuse_missing_optimizer_state(state_dict, stored.keys(), checkpoint)
     if differences:
         shown = "\n  ".join(differences[:_LISTED])
         more = len(differences) - _LISTED
@@ -159,4 +170,26 @@ def refuse_other_model(state_dict: dict[str, Any], checkpoint: Path) -> None:
             f"({len(differences)} tensors differ):\n  {shown}{rest}\n"
             "to load another checkpoint, change checkpoint.initial_load_path; to load this one, "
             "give model the sizes it was saved with"
+        )
+
+
+def refuse_missing_optimizer_state(
+    state_dict: dict[str, Any], stored: Collection[str], checkpoint: Path
+) -> None:
+    """Compare the parameters that an optimizer is to continue with those the checkpoint knows.
+
+    Raises:
+        ValueError: some have no state there, because they were frozen; with the way out.
+    """
+    optimizer = state_dict.get("optimizer")
+    if not isinstance(optimizer, Stateful):
+        return
+    wanted = (name for name in optimizer.state_dict() if name.startswith("state."))
+    missing = sorted(name for name in wanted if f"optimizer.{name}" not in stored)
+    if missing:
+        parameters = sorted({name.split(".", 1)[1].rsplit(".", 1)[0] for name in missing})
+        raise ValueError(
+            f"checkpoint: {checkpoint} has no optimizer state for {len(parameters)} parameters "
+            f"that are trained now and were frozen then ({', '.join(parameters[:3])}, ...); use "
+            "checkpoint.initial_load_model_only=true, which starts a new optimizer"
         )

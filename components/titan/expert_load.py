@@ -19,7 +19,8 @@ class ExpertLoad:
     def __init__(self) -> None:
         self._counts: torch.Tensor | None = None
         self._names: list[str] = []
-        self._passes: list[int] = []
+        self._passes: list[float] = []
+        self._calls: list[_Calls] = []
         self._group: dist.ProcessGroup | None = None
 
     def attach(self, optimizers: Any, model_parts: list[nn.Module], parallel_dims: Any) -> None:
@@ -34,8 +35,7 @@ class ExpertLoad:
             return
         layers = list(named.values())
         self._names = [name.replace(_RECOMPUTED, "") for name in named]
-        # A recomputed layer counts its tokens twice.
-        self._passes = [2 if _RECOMPUTED in name else 1 for name in named]
+        self._calls = [_Calls(layer) for layer in layers]
         mesh = parallel_dims.get_optional_mesh("loss")
         self._group = mesh.get_group() if mesh is not None else None
 
@@ -44,6 +44,7 @@ class ExpertLoad:
         def observe(*unused: Any) -> None:
             counts = [_local(layer.get_buffer("tokens_per_expert_E")) for layer in layers]
             self._counts = torch.stack(counts).clone()
+            self._passes = [calls.take() for calls in self._calls]
             for layer in unbalanced:
                 # The balancing that clears the counts after each step is off for this layer.
                 _local(layer.get_buffer("tokens_per_expert_E")).zero_()
@@ -57,8 +58,8 @@ class ExpertLoad:
         counts = self._counts.clone()
         if self._group is not None:
             dist.all_reduce(counts, group=self._group)
-        counts = counts.long() // torch.tensor(self._passes, device=counts.device).unsqueeze(1)
-        return dict(zip(self._names, counts.tolist(), strict=True))
+        passes = torch.tensor(self._passes, device=counts.device).unsqueeze(1)
+        return dict(zip(self._names, (counts / passes).round().long().tolist(), strict=True))
 
     @staticmethod
     def metrics(totals: dict[str, list[int]]) -> dict[str, float]:
@@ -73,6 +74,32 @@ class ExpertLoad:
             ),
             "moe/idle_experts": sum(layer.count(0) for layer in layers) / experts,
         }
+
+
+class _Calls:
+    """How often a layer ran, for every time it ran outside of backward.
+
+    A layer counts its tokens again when it is recomputed; one that no gradient passes is not.
+    """
+
+    def __init__(self, layer: nn.Module) -> None:
+        self._all = self._first = 0
+        layer.register_forward_pre_hook(self._called)
+
+    def _called(self, *unused: Any) -> None:
+        self._all += 1
+        self._first += not in_backward()
+
+    def take(self) -> float:
+        """The ratio since the last call of this."""
+        ratio = self._all / max(self._first, 1)
+        self._all = self._first = 0
+        return max(ratio, 1.0)
+
+
+def in_backward() -> bool:
+    """Whether autograd is running backward in this thread: a forward is then a recomputation."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -64,6 +64,7 @@ class RunMetrics(MetricsProcessor):
         super().__init__(config, **kwargs)
         self.total_steps = 0
         self.glossary = dict(GLOSSARY)
+        self.headlines: dict[str, str] = {}
         self.sources: list[Callable[[], dict[str, float]]] = []
         self._steps_since_last_log = 0
         self._started_at: tuple[int, float] | None = None
@@ -176,6 +177,9 @@ class RunMetrics(MetricsProcessor):
         ]
         if "moe/max_over_mean_load" in scalars:
             parts.append(f"expert load {scalars['moe/max_over_mean_load']:.1f}x")
+        for name, label in self.headlines.items():
+            if name in scalars:
+                parts.append(f"{label} {scalars[name]:.3g}")
         parts.append(f"eta {self._eta(step)}")
         return " | ".join(parts)
 

@@ -73,6 +73,10 @@ class ForcibleRouter(TokenChoiceTopKRouter):
     class Config(TokenChoiceTopKRouter.Config):
         pass
 
+    def limited(self, scores: torch.Tensor) -> torch.Tensor:
+        """Minus infinity outside the best groups of experts (B, L, E); torchtitan's rule."""
+        return self._get_node_limited_routing_scores(scores)
+
     def forced(self, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Expert ids and their scores (B, L, K) under forced balance; None when it is off."""
         if not self._debug_force_load_balance:
@@ -81,5 +85,5 @@ class ForcibleRouter(TokenChoiceTopKRouter):
 
 
 def force_balance(router: TokenChoiceTopKRouter.Config, forced: bool) -> None:
-    """Whether every expert is sent the same number of tokens (``debug.moe_force_load_balance``)."""
+    """Set whether every expert gets as many tokens (``debug.moe_force_load_balance``)."""
     router._debug_force_load_balance = forced

@@ -47,6 +47,7 @@ class RecipeTrainer(Trainer):
         self.metrics_processor.sources.append(partial(self._report_load, expert_load))
         for component in enabled:
             self.metrics_processor.glossary.update(component.scalars)
+            self.metrics_processor.headlines.update(component.headlines)
             self.metrics_processor.sources.append(partial(component.metrics, self))
             self.checkpointer.before_save.append(partial(component.before_save, self))
             component.on_built(self)

@@ -1,1 +1,1 @@
-"""DeepSeek sparse attention over pooled keys in plain torch: the slow twin of fast kernels."""
+"""DeepSeek sparse attention over pooled keys in plain torch."""

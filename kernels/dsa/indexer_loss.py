@@ -5,20 +5,21 @@ both distributions are over pools: a pool's target is the probability of its tok
 heads. The tail has no score and is left out of both before they are normalised.
 """
 
+import bisect
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Literal
 
 import torch
 
-from kernels.dsa.keys import selected_tokens
+from kernels.dsa import absorbed
+from kernels.dsa.absorbed import Selected, split_maps
 from kernels.dsa.pooling import Pools
 from kernels.dsa.select import windows
 from kernels.precision import accumulation_dtype
 
 Support = Literal["selected", "visible"]
-
-_CHUNK_BYTES = 256 * 2**20
 
 
 @dataclass(frozen=True)
@@ -116,17 +117,22 @@ class _IndexerKl(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         queries, weights, keys, q, latent, kv_b, chosen, position, start = ctx.saved_tensors
         pools, lengths, size, teacher_scale, scale, support = ctx.rest
-        teacher = Teacher(q, latent, kv_b, chosen, position, start, lengths, size, teacher_scale)
+        teacher = Teacher(
+            q=q, latent=latent, kv_b=kv_b, chosen=chosen, position=position, start=start,
+            lengths=lengths, size=size, scale=teacher_scale,
+        )  # fmt: skip
         grad_q, grad_w = torch.zeros_like(queries), torch.zeros_like(weights)
         grad_k = torch.zeros_like(keys, dtype=weights.dtype)
         for chunk in _chunks(teacher, pools, support):
-            parts = queries[chunk.rows], weights[chunk.rows], keys[chunk.columns]
+            # Keys in full precision: their gradients are summed over queries before rounding.
+            wide_keys = keys[chunk.columns].to(weights.dtype)
+            parts = queries[chunk.rows], weights[chunk.rows], wide_keys
             some_q, some_w, some_k = (part.detach().requires_grad_() for part in parts)
             with torch.enable_grad():
                 loss = _divergence(some_q, some_w, some_k, chunk, scale)
             dq, dw, dk = torch.autograd.grad(loss, (some_q, some_w, some_k), grad)
             grad_q[chunk.rows], grad_w[chunk.rows] = dq, dw
-            grad_k.index_add_(0, chunk.columns.flatten(), dk.flatten(0, -2).to(grad_k.dtype))
+            grad_k.index_add_(0, chunk.columns.flatten(), dk.flatten(0, -2))
         return grad_q, grad_w, grad_k.to(keys.dtype), *(None,) * 4
 
 
@@ -154,14 +160,6 @@ def _chunks(teacher: Teacher, pools: Pools, support: Support) -> Iterator[_Chunk
     return walk(teacher, pools)
 
 
-def _absorb(teacher: Teacher) -> tuple[torch.Tensor, torch.Tensor]:
-    """Latent (T, r) and the maps to keys (heads, d_qk, r), in full precision."""
-    wide = accumulation_dtype(teacher.latent.dtype)
-    heads, d_qk = teacher.q.shape[1:]
-    w_key = teacher.kv_b.to(wide).view(heads, -1, teacher.kv_b.shape[1])[:, :d_qk]
-    return teacher.latent.to(wide), w_key
-
-
 def _normalised(mass: torch.Tensor, open_: torch.Tensor) -> torch.Tensor:
     mass = mass.masked_fill(~open_, 0.0)
     total = mass.sum(-1, keepdim=True)
@@ -169,45 +167,48 @@ def _normalised(mass: torch.Tensor, open_: torch.Tensor) -> torch.Tensor:
 
 
 def _selected_chunks(teacher: Teacher, pools: Pools) -> Iterator[_Chunk]:
-    latent, w_key = _absorb(teacher)
-    chosen, size = teacher.chosen, teacher.size
-    if chosen.shape[1] == 0:
+    t = teacher
+    if t.chosen.shape[1] == 0:
         return
-    slots = chosen.shape[1] * size + size - 1
-    per_query = slots * (2 * latent.shape[1] + 4 * teacher.q.shape[1]) * latent.element_size()
-    step = max(1, _CHUNK_BYTES // per_query)
-    for begin in range(0, chosen.shape[0], step):
+    latent, w_key = _teacher_maps(t)
+    slots = t.chosen.shape[1] * t.size + t.size - 1
+    step = absorbed.queries_at_once(slots, latent.shape[1], t.q.shape[1], latent.element_size())
+    for begin in range(0, t.chosen.shape[0], step):
         rows = slice(begin, begin + step)
-        ids = chosen[rows]
-        tokens, used = selected_tokens(ids, teacher.position[rows], teacher.start[rows], size)
-        absorbed = torch.einsum("qhd,hdr->qhr", teacher.q[rows].to(latent.dtype), w_key)
-        logits = torch.einsum("qhr,qkr->qhk", absorbed, latent[tokens]) * teacher.scale
-        mass = logits.masked_fill_(~used.unsqueeze(1), float("-inf")).softmax(-1).sum(1)
-        mass = mass[:, : ids.shape[1] * size].unflatten(1, (-1, size)).sum(-1)
+        ids = t.chosen[rows]
+        of_rows = t.q[rows], latent, w_key, ids, t.position[rows], t.start[rows]
+        mass = Selected(*of_rows, t.size, t.scale).probabilities.sum(1)
+        mass = mass[:, : ids.shape[1] * t.size].unflatten(1, (-1, t.size)).sum(-1)
         columns = torch.where(ids >= 0, pools.before[rows].unsqueeze(1) + ids, 0)
-        # A row before its document's first complete pool points at no pool at all.
-        columns = columns.clamp(max=max(0, pools.first.shape[0] - 1))
         yield _Chunk(rows, columns, ids >= 0, _normalised(mass, ids >= 0))
 
 
 def _visible_chunks(teacher: Teacher, pools: Pools) -> Iterator[_Chunk]:
-    latent, w_key = _absorb(teacher)
-    size, heads = teacher.size, teacher.q.shape[1]
-    for q0, q1, p0, p1 in windows(teacher.lengths, size, 3 * heads * size * latent.element_size()):
+    t = teacher
+    latent, w_key = _teacher_maps(t)
+    bounds = [0, *accumulate(t.lengths)]
+    for q0, q1, p0, p1 in windows(
+        t.lengths, t.size, 3 * t.q.shape[1] * t.size * latent.element_size()
+    ):
         if p1 == p0:
             continue
         rows = slice(q0, q1)
-        # Every open token lies between the first query's document and the last query.
-        t0 = int(teacher.start[q0])
+        # Every open token lies between the start of the first query's document and the last query.
+        t0 = bounds[bisect.bisect_right(bounds, q0) - 1]
         token = torch.arange(t0, q1, device=latent.device)
-        seen = (token >= teacher.start[rows, None]) & (
-            token <= teacher.start[rows, None] + teacher.position[rows, None]
-        )
-        absorbed = torch.einsum("qhd,hdr->qhr", teacher.q[rows].to(latent.dtype), w_key)
-        logits = torch.einsum("qhr,kr->qhk", absorbed, latent[t0:q1]) * teacher.scale
-        mass = logits.masked_fill_(~seen.unsqueeze(1), float("-inf")).softmax(-1).sum(1)
-        inside = pools.first[p0:p1, None] - t0 + torch.arange(size, device=latent.device)
+        start, seen = t.start[rows, None], t.position[rows, None] + 1
+        q = torch.einsum("qhd,hdr->qhr", t.q[rows].to(latent.dtype), w_key)
+        logits = torch.einsum("qhr,kr->qhk", q, latent[t0:q1]) * t.scale
+        hidden = (token < start) | (token >= start + seen)
+        mass = logits.masked_fill_(hidden.unsqueeze(1), float("-inf")).softmax(-1).sum(1)
+        inside = pools.first[p0:p1, None] - t0 + torch.arange(t.size, device=latent.device)
         column = torch.arange(p0, p1, device=latent.device)
         first = pools.before[rows, None]
-        open_ = (column >= first) & (column < first + (teacher.position[rows, None] + 1) // size)
+        open_ = (column >= first) & (column < first + seen // t.size)
         yield _Chunk(rows, column, open_, _normalised(mass[:, inside].sum(-1), open_))
+
+
+def _teacher_maps(teacher: Teacher) -> tuple[torch.Tensor, torch.Tensor]:
+    """Latent (T, r) and the maps to keys (heads, d_qk, r), in full precision."""
+    wide = teacher.latent.to(accumulation_dtype(teacher.latent.dtype))
+    return wide, split_maps(teacher.kv_b, *teacher.q.shape[1:])[0]

@@ -23,6 +23,7 @@ def pool_scores(
         queries: (Q, heads, d).
         weights: (Q, heads) in ``accumulation_dtype``; signed.
         keys: (P, d).
+        scale: factor on every product of query and key.
 
     Returns:
         (Q, P) in ``accumulation_dtype``.
@@ -52,7 +53,7 @@ def best_pools(scores: torch.Tensor, allowed: torch.Tensor, count: int) -> torch
     above = scores > least
     missing = count - above.sum(1, keepdim=True)
     ties = (scores == least) & allowed
-    return (above & allowed) | (ties & (ties.cumsum(1) <= missing))
+    return above | (ties & (ties.cumsum(1) <= missing))
 
 
 def _compact(chosen: torch.Tensor, first_column: torch.Tensor, width: int) -> torch.Tensor:
@@ -97,12 +98,10 @@ def windows(lengths: tuple[int, ...], size: int, bytes_per_pair: int) -> Iterato
     while begin < total:
         first_pool = before(begin)[0]
         end = min(total, begin + _MAX_QUERIES)
-        while True:
-            last_pool = before(end - 1)[1]
-            fits = max(1, _SCORE_BYTES // (bytes_per_pair * max(1, last_pool - first_pool)))
-            if end - begin <= fits:
-                break
-            end = begin + max(1, min(fits, (end - begin) // 2))
+        pairs = max(1, before(end - 1)[1] - first_pool)
+        # Fewer queries see no more pools, so what fits now fits then.
+        end = min(end, begin + max(1, _SCORE_BYTES // (bytes_per_pair * pairs)))
+        last_pool = before(end - 1)[1]
         yield Window(begin, end, first_pool, last_pool)
         begin = end
 
@@ -123,12 +122,14 @@ def select_pools(
     """Choose the ``count`` best complete pools of each query's document.
 
     A pool is open to a query once its last token is no later than the query. Memory: one window of
-    scores, (queries x heads x pools), about 256 MiB whatever T is.
+    scores, (queries x heads x pools), about 256 MiB whatever T is, and ``keys`` in full precision.
+    Source: DeepSeek-V3.2, arXiv 2512.02556, section 2.1, over pools instead of tokens.
 
     Args:
         queries: (T, heads, d).
         weights: (T, heads) float32, signed.
         keys: (P, d) of all pools, numbered as ``pools``.
+        pools: which tokens and documents they belong to.
         position: int64 (T,), distance from the start of the document.
         lengths: tokens of the documents.
         size: tokens per pool.
@@ -143,7 +144,9 @@ def select_pools(
     chosen = queries.new_full((queries.shape[0], width), -1, dtype=torch.int32)
     if width == 0:
         return chosen
-    for q0, q1, p0, p1 in windows(lengths, size, 4 * queries.shape[1]):
+    keys = keys.to(accumulation_dtype(keys.dtype))
+    # Beside the heads' products: ranks and counts of the selection, up to 24 bytes per pair.
+    for q0, q1, p0, p1 in windows(lengths, size, 4 * queries.shape[1] + 24):
         if p1 == p0:
             continue
         first = pools.before[q0:q1] - p0

@@ -52,6 +52,9 @@ class _Sinkhorn(torch.autograd.Function):
 def sinkhorn(logits: torch.Tensor, iterations: int, eps: float) -> torch.Tensor:
     """Softmax over the last axis, then columns and rows normalised in turn, columns last.
 
+    The idea is mHC's (arXiv 2512.24880, section 4.2); the start from a softmax, the eps and the
+    order are those of transformers' ``glm5_next``.
+
     Args:
         logits: (..., n, n); axis -2 is the incoming stream, axis -1 the outgoing one.
         iterations: times the columns are normalised, >= 1.

@@ -1,5 +1,6 @@
 """Two ranks train GLM-5.3-Flash as one rank does: loss, every gradient, every routing bias."""
 
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ from torchtitan.components.loss import IGNORE_INDEX
 
 from components.titan.trainer import RecipeTrainer
 from tests.distributed.spawn import run_ranks
-from tests.training import full, losses, small_overrides, train, write_corpus
+from tests.training import full, losses, metrics, small_overrides, train, write_corpus
 
 pytestmark = pytest.mark.distributed
 
@@ -26,6 +27,8 @@ LAYOUTS = {
         "components.full_recompute.enabled=true",
     ],
 }
+INDEXERS = ["components.indexer_training.enabled=true", "metrics.expert_load=true"]
+WITH_INDEXERS = {"fsdp2_ep2_indexers": ["parallelism.expert_parallel_degree=2", *INDEXERS]}
 EXPERTS = 8
 EXPERTS_OF_RANK_1 = slice(EXPERTS // 2, EXPERTS)
 
@@ -102,7 +105,7 @@ def train_and_keep(trainer: RecipeTrainer) -> dict[str, Any]:
 
 def train_layout(name: str, layout: str, corpus: str, seed: str, out: str) -> None:
     """One rank of a layout's run."""
-    settings = [*overrides(corpus, seed), *LAYOUTS[layout]]
+    settings = [*overrides(corpus, seed), *(LAYOUTS | WITH_INDEXERS)[layout]]
     kept = train(Path(out) / name, settings, use=train_and_keep)
     torch.save(kept, Path(out) / f"{name}.{os.environ['RANK']}.pt")
 
@@ -197,3 +200,21 @@ def test_a_rank_whose_experts_get_no_token_still_joins_and_counts(starved: Path)
             assert not gradient[EXPERTS_OF_RANK_1].any()
             assert gradient[: EXPERTS_OF_RANK_1.start].any()
     assert_as_one(starved, "fsdp2_ep2", ranks)
+
+
+def test_indexer_training_and_expert_load_on_two_ranks_equal_one(single: Path) -> None:
+    """The loss is summed over the queries of all ranks, and so are the tokens of an expert."""
+    seed = str(single / "seed/checkpoint/step-0")
+    settings = [*overrides(str(single / "corpus"), seed), *INDEXERS]
+    one = train(single / "one_indexers", settings, use=train_and_keep)
+    assert one["without"] == []
+    for rank in two_ranks(single, "fsdp2_ep2_indexers"):
+        for name, gradient in one["gradients"].items():
+            error = (rank["gradients"][name] - gradient).norm() / gradient.norm().clamp(min=1e-12)
+            assert error < 1e-4, f"{name}: {error:.2e}"
+    folders = single / "one_indexers", single / "fsdp2_ep2_indexers"
+    found = [[m["indexer/kl"] for m in metrics(f) if "indexer/kl" in m] for f in folders]
+    assert found[0][0] > 0
+    assert found[1][0] == pytest.approx(found[0][0], rel=1e-5)
+    loads = [(f / "expert_load.jsonl").read_text().splitlines()[0] for f in folders]
+    assert json.loads(loads[0]) == json.loads(loads[1])

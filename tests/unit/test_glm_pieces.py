@@ -5,7 +5,6 @@ import torch
 
 from components.models.glm_flash.documents import Documents
 from components.models.glm_flash.flops import mean_keys, training_flops_per_token
-from components.models.glm_flash.router import keep_best_groups
 from components.models.glm_flash.settings import GlmFlashModel
 
 
@@ -15,7 +14,6 @@ def test_documents_begin_at_rows_and_where_positions_jump():
     assert documents.lengths == (2, 3, 1, 2, 2)
     assert documents.position.tolist() == [0, 1, 0, 1, 2, 0, 0, 1, 0, 1]
     assert documents.start.tolist() == [0, 0, 2, 2, 2, 5, 6, 6, 8, 8]
-    assert documents.bounds.tolist() == [0, 2, 5, 6, 8, 10]
 
 
 def test_documents_from_lengths_are_the_same():
@@ -43,10 +41,3 @@ def test_keys_per_query_are_those_that_selection_gives() -> None:
         # At most two pools of four, and the unfinished one.
         keys = [4 * min(2, (t + 1) // 4) + (t + 1) % 4 for t in range(length)]
         assert mean_keys(mla, length) == pytest.approx(sum(keys) / length, rel=0.03)
-
-
-def test_the_best_groups_are_kept() -> None:
-    scores = torch.tensor([[0.9, 0.0, 0.5, 0.5, 0.1, 0.2, 0.6, 0.5]])
-    kept = keep_best_groups(scores, groups=4, kept=2)
-    assert kept.tolist() == [[-torch.inf] * 2 + scores[0, 2:4].tolist() + [-torch.inf] * 2
-                             + scores[0, 6:].tolist()]  # fmt: skip

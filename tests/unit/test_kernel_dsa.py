@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from components.models.glm_flash.documents import Documents
-from kernels.dsa import select, sparse_mla
+from kernels.dsa import absorbed, select, sparse_mla
 from kernels.dsa.keys import selected_tokens
 from kernels.dsa.naive import dense_sparse_mla, token_mask
 from kernels.dsa.pooling import find_pools, pool_keys
@@ -137,7 +137,7 @@ def random_choice(documents, lengths, size, count):
 @pytest.mark.parametrize("lengths", [(1,), (3,), (5,), (37,), (1, 4, 3, 9, 64, 2, 5)])
 @pytest.mark.parametrize("budget", [2**28, 20_000])
 def test_sparse_attention_and_every_gradient(lengths, budget, monkeypatch):
-    monkeypatch.setattr(sparse_mla, "_CHUNK_BYTES", budget)
+    monkeypatch.setattr(absorbed, "CHUNK_BYTES", budget)
     documents, size, total = Documents.from_lengths(lengths), 4, sum(lengths)
     chosen = random_choice(documents, lengths, size, 2)
     inputs = draw(total, 3, 6), draw(total, 5, seed=1), draw(3 * (6 + 7), 5, seed=2)

@@ -5,7 +5,7 @@ import torch
 
 from components.models.glm_flash.documents import Documents
 from kernels.attach import attach_loss
-from kernels.dsa import indexer_loss, select
+from kernels.dsa import absorbed, indexer_loss, select
 from kernels.dsa.indexer_loss import Teacher, indexer_kl
 from kernels.dsa.naive import token_mask
 from kernels.dsa.pooling import find_pools
@@ -59,7 +59,7 @@ def by_definition(q, w, keys, pools, teacher, support):
 @pytest.mark.parametrize("lengths", [(1,), (3,), (4,), (37,), (1, 4, 3, 9, 30, 2, 5)])
 @pytest.mark.parametrize("budget", [2**28, 20_000])
 def test_divergence_and_every_gradient(support, lengths, budget, monkeypatch):
-    monkeypatch.setattr(indexer_loss, "_CHUNK_BYTES", budget)
+    monkeypatch.setattr(absorbed, "CHUNK_BYTES", budget)
     monkeypatch.setattr(select, "_SCORE_BYTES", budget)
     inputs, pools, teacher = case(lengths)
     expected = by_definition(*inputs, pools, teacher, support)
@@ -85,9 +85,9 @@ def test_an_indexer_that_scores_like_the_attention_has_no_divergence():
 def test_an_attached_loss_is_felt_once_and_changes_no_value():
     x, y = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
     seen = []
-    out = attach_loss(x * 2, (y * 3).sum(), seen.append)
+    out = attach_loss(x * 2, (y * 3).sum(), 0.5, seen.append)
     assert torch.equal(out, x * 2)
     (out.sum() * 5).backward()
     assert x.grad.tolist() == [10, 10]
-    assert y.grad.tolist() == [3, 3]
+    assert y.grad.tolist() == [1.5, 1.5]
     assert [float(value) for value in seen] == [6.0]

@@ -11,9 +11,6 @@ if TYPE_CHECKING:
     from components.core.recipe import Recipe
     from components.models.glm_flash.settings import GlmFlashModel
 
-NARROWEST_FLA_HEAD, WIDEST_FLA_HEAD = 16, 256
-"""Widest KDA head, in numbers, that fla's kernels take."""
-
 _MIXERS = ("kda", "dsa")
 _AT_LEAST_ONE = (
     "n_layers", "dim", "vocab_size", "max_seq_len",
@@ -26,7 +23,7 @@ _AT_LEAST_ONE = (
 _AT_LEAST_ZERO = ("n_dense_layers", "n_shared_experts", "load_balance_coeff")
 _ABOVE_ZERO = ("route_scale", "swiglu_limit", "hc_eps", "norm_eps", "init_std")
 
-# Below -5 per token, sixteen tokens decay by more than float32 can undo (e^75).
+# Kernels undo the decay of sixteen tokens: e^75 at -5, and float32 ends at e^88.
 _STRONGEST_DECAY = -5.0
 # torch's grouped matrix multiplication wants rows of a multiple of 16 bytes: 8 bf16 numbers.
 _GROUPED_MM_ROW = 8

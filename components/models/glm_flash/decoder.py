@@ -18,7 +18,8 @@ from components.titan.moe import force_balance
 class GlmFlashDecoder(Decoder):
     """GLM-5.3-Flash's text model, without its multi-token prediction layer and vision tower.
 
-    There is no rotary embedding: order reaches the model through KDA's recurrence alone.
+    There is no rotary embedding: order reaches the model through KDA's recurrence, the short
+    convolutions, the causal choice of keys, and a pool's weights by place.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -50,7 +51,7 @@ class GlmFlashDecoder(Decoder):
             set_sharding(self, expert_parallel=config.parallelism.expert_parallel_degree > 1)
 
         def get_nparams_and_flops(self, model: Module, seq_len: int) -> tuple[int, int]:
-            """Parameters of this rank's ``model``, and FLOPs per token of one training step."""
+            """Parameters of the whole ``model``, and FLOPs per token of one training step."""
             count = sum(parameter.numel() for parameter in model.parameters())
             return count, training_flops_per_token(self, seq_len)
 

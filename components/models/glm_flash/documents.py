@@ -15,13 +15,11 @@ class Documents:
     Attributes:
         position: int64 (T,), distance from the document's first token in this batch.
         start: int64 (T,), flat index of that first token.
-        bounds: int32 (N + 1,), flat index of each document's first token, and T at the end.
         lengths: tokens of each document, on the host; they add up to T.
     """
 
     position: torch.Tensor
     start: torch.Tensor
-    bounds: torch.Tensor
     lengths: tuple[int, ...]
 
     @staticmethod
@@ -46,8 +44,7 @@ class Documents:
 
     @staticmethod
     def _from_starts(first: torch.Tensor, size: int) -> "Documents":
-        bounds = torch.cat([first, first.new_tensor([size])])
-        lengths = bounds.diff()
+        lengths = torch.cat([first, first.new_tensor([size])]).diff()
         start = first.repeat_interleave(lengths, output_size=size)
         position = torch.arange(size, device=first.device) - start
-        return Documents(position, start, bounds.int(), tuple(lengths.tolist()))
+        return Documents(position, start, tuple(lengths.tolist()))

@@ -26,7 +26,7 @@ class ClampedFeedForward(FeedForward):
 
 
 class ClampedGroupedExperts(GroupedExperts):
-    """All routed experts of a rank, in the dtype of their input."""
+    """All routed experts of a rank; input and weights are of one dtype, and so is the output."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(GroupedExperts.Config):

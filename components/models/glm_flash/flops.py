@@ -1,7 +1,7 @@
 """Arithmetic of one training step per token, for throughput in TFLOP/s.
 
-Two operations per multiply-add. Backward counts twice the forward; the indexers, which no gradient
-passes, count once. Recomputation is not counted.
+Two operations per multiply-add. Backward counts twice the forward of what is trained; what is not
+(as a rule the indexers) counts once. Recomputation is not counted, nor is the loss of the indexers.
 """
 
 from typing import TYPE_CHECKING
@@ -21,15 +21,17 @@ _KDA_CHUNK = 64
 def training_flops_per_token(model: "GlmFlashDecoder.Config", seq_len: int) -> int:
     """FLOPs per token of forward and backward over one document of ``seq_len`` tokens."""
     forward = 2 * model.dim * model.vocab_size
-    forward_only = 0.0
+    indexers = 0.0
     for layer in model.layers:
         forward += _feed_forward(layer, model.dim) + 2 * _site(model.dim, model.streams)
         if isinstance(layer.attention, KDA.Config):
             forward += _kda(layer.attention)
         else:
             forward += _mla(layer.attention, seq_len)
-            forward_only += _indexer(layer.attention, seq_len)
-    return round(3 * forward + forward_only)
+            indexers += _indexer(layer.attention, seq_len)
+    backbone_passes = 1 if model.train == "indexers" else 3
+    indexer_passes = 1 if model.train == "backbone" else 3
+    return round(backbone_passes * forward + indexer_passes * indexers)
 
 
 def _linear(*layers: Linear.Config) -> int:

@@ -21,7 +21,10 @@ class IndexerLoss(Module):
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
         coefficient: float
-        """Factor on the sum over queries."""
+        """Factor on the mean over the tokens of a step."""
+
+        tokens: int
+        """Tokens of a step, all ranks and accumulation passes."""
 
         support: Support
         kpool: int
@@ -46,18 +49,28 @@ class IndexerLoss(Module):
         chosen: torch.Tensor,
         documents: Documents,
     ) -> torch.Tensor:
-        """The attention's output ``out`` with the loss attached; see ``SparseMlaCore.forward``."""
+        """The attention's output with the loss attached.
+
+        Args:
+            out: (T, heads, v_head_dim).
+            inputs: what the indexer scored.
+            q: (T, heads, head_dim), the attention's queries.
+            latent: (T, kv_lora_rank), normalised.
+            kv_b: (heads * (head_dim + v_head_dim), kv_lora_rank).
+            chosen: int32 (T, n), the chosen pools.
+            documents: of the T tokens.
+        """
         settings = self.config
         teacher = Teacher(
-            q.detach(),
-            latent.detach(),
-            kv_b.detach(),
-            chosen,
-            documents.position,
-            documents.start,
-            documents.lengths,
-            settings.kpool,
-            settings.scale,
+            q=q.detach(),
+            latent=latent.detach(),
+            kv_b=kv_b.detach(),
+            chosen=chosen,
+            position=documents.position,
+            start=documents.start,
+            lengths=documents.lengths,
+            size=settings.kpool,
+            scale=settings.scale,
         )
         loss = indexer_kl(
             inputs.queries,
@@ -68,12 +81,11 @@ class IndexerLoss(Module):
             settings.index_scale,
             settings.support,
         )
-        return attach_loss(out, loss * settings.coefficient, self._add)
+        return attach_loss(out, loss, settings.coefficient / settings.tokens, self._add)
 
     def reset(self) -> None:
         """Begin a new sum."""
         self.divergence = None
 
     def _add(self, loss: torch.Tensor) -> None:
-        part = loss / self.config.coefficient
-        self.divergence = part if self.divergence is None else self.divergence + part
+        self.divergence = loss if self.divergence is None else self.divergence + loss

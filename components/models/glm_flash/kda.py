@@ -43,7 +43,8 @@ class KdaCore(Module):
         beta: torch.Tensor,
         documents: Documents,
     ) -> torch.Tensor:
-        """All (T, heads, head_dim), but ``beta`` (T, heads); returns what ``v`` is like."""
+        """All (T, heads, head_dim), but ``beta`` (T, heads), in the compute dtype; returns the
+        shape and dtype of ``v``."""
         return kda(
             q, k, v, raw_gate, beta, self.A_log, self.dt_bias, documents.lengths,
             lower_bound=self.lower_bound,
@@ -51,7 +52,7 @@ class KdaCore(Module):
 
 
 class KDA(Module):
-    """The mixer of most layers: projections, short convolutions, the recurrence, a gated norm."""
+    """The mixer of the ``kda`` layers: projections, convolutions, the recurrence, a gated norm."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):

@@ -36,7 +36,18 @@ class SparseMlaCore(Module):
         pools: torch.Tensor,
         documents: Documents,
     ) -> torch.Tensor:
-        """See ``kernels.dsa.sparse_mla.sparse_mla``; returns (T, heads, v_head_dim)."""
+        """Attend.
+
+        Args:
+            q: (T, heads, head_dim).
+            latent: (T, kv_lora_rank), normalised, the dtype of ``q``.
+            kv_b: (heads * (head_dim + v_head_dim), kv_lora_rank).
+            pools: int32 (T, n), the chosen pools.
+            documents: of the T tokens.
+
+        Returns:
+            (T, heads, v_head_dim) in the dtype of ``q``.
+        """
         return sparse_mla(
             q,
             latent,
@@ -50,7 +61,7 @@ class SparseMlaCore(Module):
 
 
 class SparseMLA(Module):
-    """The mixer of every fourth layer."""
+    """The mixer of the ``dsa`` layers."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):

@@ -1,10 +1,23 @@
 """Apply expert parallelism, activation checkpointing and FSDP2 to the model."""
 
-from typing import Any
-
+import torch
 import torch.nn as nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torchtitan.config import TORCH_DTYPE_MAP
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    DataParallelMeshDims,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torchtitan.config import (
+    TORCH_DTYPE_MAP,
+    CompileConfig,
+    ParallelismConfig,
+    TrainingConfig,
+)
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing
 from torchtitan.distributed.fsdp import apply_fsdp_to_decoder
 from torchtitan.distributed.full_dtensor import resolve_fsdp_mesh, resolve_sparse_fsdp_mesh
 
@@ -19,19 +32,17 @@ _FULL_PRECISION = (KdaCore, MixAffine, ShortConv)
 def parallelize_glm_flash(
     model: GlmFlashDecoder,
     *,
-    parallel_dims: Any,
-    training: Any,
-    parallelism: Any,
-    compile_config: Any,
-    ac_config: Any,
+    parallel_dims: ParallelDims,
+    training: TrainingConfig,
+    parallelism: ParallelismConfig,
+    compile_config: CompileConfig,
+    ac_config: ActivationCheckpointing.Config | None,
     dump_folder: str,
 ) -> nn.Module:
     """torchtitan's ``parallelize_fn`` for this model.
 
-    Raises:
-        ValueError: a parallelism, or compilation, that the model does not support.
+    Other parallelism, and compilation, have been refused by ``GlmFlashModel.check_run``.
     """
-    _refuse_unsupported(parallel_dims, parallelism, compile_config)
     model.parallelize(parallel_dims)
     model.freeze()
     if ac_config is not None:
@@ -39,7 +50,8 @@ def parallelize_glm_flash(
     mesh, dims = resolve_fsdp_mesh(parallel_dims)
     expert_mesh, expert_dims = resolve_sparse_fsdp_mesh(parallel_dims)
     reduce_dtype = TORCH_DTYPE_MAP[training.mixed_precision_reduce]
-    _shard_full_precision(model, mesh, dims, reduce_dtype)
+    offload = CPUOffloadPolicy() if training.enable_cpu_offload else OffloadPolicy()
+    _shard_full_precision(model, mesh, dims, reduce_dtype, offload)
     apply_fsdp_to_decoder(
         model,
         mesh,
@@ -57,30 +69,13 @@ def parallelize_glm_flash(
     return model
 
 
-def _refuse_unsupported(parallel_dims: Any, parallelism: Any, compile_config: Any) -> None:
-    for key, degree in (
-        ("tensor", parallel_dims.tp),
-        ("context", parallel_dims.cp),
-        ("pipeline", parallel_dims.pp),
-    ):
-        if degree > 1:
-            raise ValueError(
-                f"parallelism.{key}_parallel_degree: {degree}; GLM-5.3-Flash is not split over "
-                f"{key}-parallel ranks yet; legal: 1"
-            )
-    if parallelism.spmd_backend != "spmd_types":
-        raise ValueError(
-            f"parallelism.spmd_backend: {parallelism.spmd_backend!r} is not supported by "
-            "GLM-5.3-Flash; legal: 'spmd_types'"
-        )
-    if compile_config.enable and "model" in compile_config.components:
-        raise ValueError(
-            "compile.components: 'model' is not supported by GLM-5.3-Flash, whose kernels are "
-            "called as they are; legal: ['loss'], or compile.enable false"
-        )
-
-
-def _shard_full_precision(model: GlmFlashDecoder, mesh: Any, dims: Any, reduce_dtype: Any) -> None:
+def _shard_full_precision(
+    model: GlmFlashDecoder,
+    mesh: DeviceMesh,
+    dims: DataParallelMeshDims | None,
+    reduce_dtype: torch.dtype,
+    offload: OffloadPolicy,
+) -> None:
     """Keep a layer's float32 parameters out of the cast to the compute dtype.
 
     They are gathered together, about 0.4 MB per layer at full width, and stay gathered until
@@ -90,5 +85,10 @@ def _shard_full_precision(model: GlmFlashDecoder, mesh: Any, dims: Any, reduce_d
     for layer in model.layers.values():
         modules: list[nn.Module] = [m for m in layer.modules() if isinstance(m, _FULL_PRECISION)]
         fully_shard(
-            modules, mesh=mesh, mp_policy=policy, reshard_after_forward=False, dp_mesh_dims=dims
+            modules,
+            mesh=mesh,
+            mp_policy=policy,
+            offload_policy=offload,
+            reshard_after_forward=False,
+            dp_mesh_dims=dims,
         )

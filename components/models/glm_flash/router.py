@@ -38,20 +38,5 @@ class UnroundedRouter(ForcibleRouter):
     def _choose(self, scores: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         biased = scores if bias is None else scores + bias
         if self.num_expert_groups is not None:
-            assert self.num_limited_groups is not None
-            biased = keep_best_groups(biased, self.num_expert_groups, self.num_limited_groups)
+            biased = self.limited(biased)
         return biased.topk(self.top_k, dim=-1, sorted=False).indices
-
-
-def keep_best_groups(scores: torch.Tensor, groups: int, kept: int) -> torch.Tensor:
-    """Minus infinity for all experts outside the ``kept`` groups with the best two experts.
-
-    Args:
-        scores: (..., E); the experts of a group are neighbours.
-        groups: divides E; two experts per group at least.
-        kept: groups to keep, ranked by the sum of their two highest scores.
-    """
-    grouped = scores.unflatten(-1, (groups, -1))
-    best = grouped.topk(2, dim=-1).values.sum(-1).topk(kept, dim=-1, sorted=False).indices
-    dropped = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter_(-1, best, False)
-    return grouped.masked_fill(dropped.unsqueeze(-1), float("-inf")).flatten(-2)

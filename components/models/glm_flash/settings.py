@@ -8,8 +8,10 @@ from torchtitan.protocols.model_spec import ModelSpec
 
 from components.core.units import Tokens
 from components.models.glm_flash import checks
+from components.models.glm_flash.fla_kernels import fla_kda, fla_short_conv
 from components.models.glm_flash.spec import build_glm_flash_spec
 from components.models.settings import Finding, KernelChoice, ModelSettings
+from kernels.kda.fla import NARROWEST, WIDEST
 
 if TYPE_CHECKING:
     from components.core.recipe import Recipe
@@ -156,6 +158,11 @@ class GlmFlashModel(ModelSettings):
     CUDA only; "reference": plain torch, any device, slow; "auto": "fla" on CUDA, "reference"
     elsewhere."""
 
+    @property
+    def hidden_width(self) -> int:
+        """See ``ModelSettings.hidden_width``: all residual streams."""
+        return self.hc_mult * self.dim
+
     def build_spec(self) -> ModelSpec:
         """See ``ModelSettings.build_spec``."""
         self.refuse_problems()
@@ -169,9 +176,6 @@ class GlmFlashModel(ModelSettings):
         if kernel == "reference":
             return KernelChoice(notes=notes)
         self._refuse_without_fla(device)
-        # Importing the kernels needs Triton, which a machine without a GPU may lack.
-        from components.models.glm_flash.fla_kernels import fla_kda, fla_short_conv
-
         return KernelChoice(overrides=(fla_kda, fla_short_conv), notes=notes)
 
     def check(self) -> list[Finding]:
@@ -195,9 +199,9 @@ class GlmFlashModel(ModelSettings):
                 "is not installed; install it with the rest of requirements.lock, or use "
                 "'reference', which is slow"
             )
-        if not checks.NARROWEST_FLA_HEAD <= self.kda_head_dim <= checks.WIDEST_FLA_HEAD:
+        if not NARROWEST <= self.kda_head_dim <= WIDEST:
             raise ValueError(
                 f"model.kda_head_dim: {self.kda_head_dim} is no width that fla's KDA kernels take; "
-                f"legal: {checks.NARROWEST_FLA_HEAD} to {checks.WIDEST_FLA_HEAD}, or "
+                f"legal: {NARROWEST} to {WIDEST}, or "
                 "model.kda_kernel 'reference'"
             )

@@ -40,7 +40,7 @@ _EXPERT_LAYOUT = {"w1_EFD": spmd.S(1), "w2_EDF": spmd.S(2), "w3_EFD": spmd.S(1)}
 def set_sharding(model: "GlmFlashDecoder.Config", *, expert_parallel: bool) -> None:
     """Give every config that holds parameters its placement; FSDP2 then shards what is replicated.
 
-    Configs that have one already, because a component set it, keep it.
+    Configs that have one already keep it.
     """
     set_decoder_sharding_config(model, enable_sp=False)
     for layer in model.layers:

@@ -232,7 +232,10 @@ def _normal(model: "GlmFlashModel") -> partial:
 
 @torch.no_grad()
 def _init_dt_bias(parameter: torch.Tensor) -> None:
-    """The inverse softplus of a step size, log-uniform between 0.001 and 0.1 (as in Mamba)."""
+    """The inverse softplus of a step size, log-uniform between 0.001 and 0.1.
+
+    As in Mamba, arXiv 2312.00752, section 3.6.
+    """
     nn.init.uniform_(parameter, math.log(1e-3), math.log(1e-1))
-    step = parameter.exp().clamp(min=1e-4)
+    step = parameter.exp()
     parameter.copy_(step + torch.log(-torch.expm1(-step)))
