@@ -19,6 +19,7 @@ from components.core.registry import enabled_components
 from components.titan.build import prepare
 from components.titan.tokenizer import vocabulary_size
 from launch.config.combinations import check_combinations
+from launch.config.decay import check_decay_patterns
 from launch.config.origins import place_of
 from launch.config.schema import walk
 
@@ -300,6 +301,7 @@ def _torchtitan(recipe: Recipe, world_size: int, device: str) -> Iterator[Proble
         run = prepare(recipe, Path(recipe.output_dir), device, world_size)
         run.config.model_spec.model.update_from_config(config=run.config)
         apply_overrides(run.config.override, run.config)
+        yield from check_decay_patterns(recipe, run.config.model_spec.model)
     except (ValueError, NotImplementedError, AssertionError) as error:
         # torchtitan speaks of its own command line: --training.steps.
         text = re.sub(r"--(?=[a-z_]+\.)", "", str(error)) or type(error).__name__

@@ -14,6 +14,7 @@ from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
 from components.core import registry
 from components.core.base import Component, Inputs, MemoryTerm, Target
 from components.core.registry import in_order
+from components.full_recompute import FullRecompute
 from components.titan.attention import SdpaAttention
 from components.titan.build import prepare
 from components.titan.dispatch import GlooTokenDispatcher
@@ -212,13 +213,19 @@ def test_components_come_after_those_they_name() -> None:
 def test_memory_is_the_sum_of_terms_and_decides_the_result(monkeypatch: Any) -> None:
     recipe = load_recipe(RECIPES / "moe_120b_128k_16xh200.yaml", []).recipe
     target = Target("cuda", 16, 139 * 2**30)
-    (state,) = memory_terms(recipe, target)
+    state, hidden = memory_terms(recipe, target)
     assert state.nbytes == 122_088_694_784 * 16 // 16
+    # 7 layers, 7,168 wide in bfloat16, one sequence over 16 ranks.
+    cp = recipe.parallelism.context_parallel_degree
+    assert hidden.nbytes == 7 * 7168 * 2 * 131_072 // cp
     assert summarise(recipe, target).endswith("no problem found")
+    unknown = summarise(recipe, Target("cuda", 16))
+    assert unknown.endswith("not compared with a device, as hardware.memory is not set")
 
     saved = MemoryTerm("moments kept elsewhere", -(2**30), "device")
     grown = MemoryTerm("buffers", 30 * 2**30, "device")
-    monkeypatch.setattr(Component, "memory_terms", lambda self, recipe, target: [saved, grown])
+    for kind in (Component, FullRecompute):
+        monkeypatch.setattr(kind, "memory_terms", lambda self, recipe, target: [saved, grown])
     # Two components are on in this recipe.
     assert [t.nbytes for t in memory_terms(recipe, target)[1:]] == [saved.nbytes, grown.nbytes] * 2
     assert "DO NOT FIT into the 139 GiB" in summarise(recipe, target)

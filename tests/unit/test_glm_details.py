@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torchtitan.protocols.sharding import ShardingConfig
 
+from components.core.base import Target
 from components.models.glm_flash.flops import training_flops_per_token
 from components.models.glm_flash.hyper_connections import MixAffine
 from components.models.glm_flash.indexer_loss import IndexerLoss
@@ -19,6 +20,8 @@ from components.titan.checkpoint import RunCheckpoints
 from components.titan.trainer import RecipeTrainer
 from launch.config.groups import RECIPES
 from launch.config.load import load_recipe
+from launch.rundir import RunDir
+from launch.summary import memory_terms
 from tests.training import metrics, small_overrides, train, write_corpus
 from tests.unit.models_support import tiny_glm
 
@@ -231,3 +234,22 @@ def test_relative_paths_of_weights_are_resolved(tmp_path, monkeypatch):
     assert config.initial_load_path == str(tmp_path / "runs/step-2")
     remote = RunCheckpoints.Config(initial_load_path="gs://bucket/step-2")
     assert remote.initial_load_path == "gs://bucket/step-2"
+
+
+def test_frozen_parameters_have_no_gradients_and_no_moments():
+    overrides = [*ON, "components.indexer_training.only=true"]
+    recipe = load_recipe(RECIPES / "glm_flash_128k_64xh200.yaml", overrides).recipe
+    target = Target("cuda", 64)
+    state = memory_terms(recipe, target)
+    total, indexers = 313_326_799_870, 82_190_592
+    device = sum(t.nbytes for t in state if "moments" in t.name)
+    assert device == pytest.approx((4 * total + 12 * indexers) / 64, rel=1e-6)
+
+
+def test_an_export_is_named_at_the_end(tmp_path):
+    folder = tmp_path / "checkpoint/step-7"
+    folder.mkdir(parents=True)
+    assert RunDir(tmp_path).exports() == {}
+    (folder / "model.safetensors.index.json").write_text("{}")
+    assert RunDir(tmp_path).exports() == {7: folder}
+    assert RunDir(tmp_path).checkpoints() == {}

@@ -145,7 +145,8 @@ class GlmFlashModel(ModelSettings):
     """Row and column normalisations of the matrix that mixes the streams (hc_sinkhorn_iters)."""
 
     hc_eps: float = 1e-6
-    """Added to the stream weights and to every sum of those normalisations (hc_eps)."""
+    """Added to the reading weights, to the mixing matrix after its softmax, and to every sum of
+    the normalisations (hc_eps)."""
 
     norm_eps: float = 1e-5
     """Added to the mean square inside every RMS norm (rms_norm_eps)."""
