@@ -7,22 +7,19 @@ import torch
 
 def sinkhorn_reference(logits: torch.Tensor, iterations: int, eps: float) -> torch.Tensor:
     """The iteration, as autograd would run it; see ``sinkhorn``."""
-    m = logits.softmax(-1) + eps
-    m = m / (m.sum(-2, keepdim=True) + eps)
-    for _ in range(iterations - 1):
-        m = m / (m.sum(-1, keepdim=True) + eps)
-        m = m / (m.sum(-2, keepdim=True) + eps)
-    return m
+    matrix = logits.softmax(-1) + eps
+    for turn in range(2 * iterations - 1):
+        axis = -1 if turn % 2 else -2
+        matrix = matrix / (matrix.sum(axis, keepdim=True) + eps)
+    return matrix
 
 
 def _iterate(logits: torch.Tensor, iterations: int, eps: float) -> torch.Tensor:
     """The same with the tokens last, (n, n, T): sums over a leading axis run at full width."""
-    m = logits.softmax(1) + eps
-    m = m / (m.sum(0) + eps)
-    for _ in range(iterations - 1):
-        m = m / (m.sum(1, keepdim=True) + eps)
-        m = m / (m.sum(0) + eps)
-    return m
+    matrix = logits.softmax(1) + eps
+    for turn in range(2 * iterations - 1):
+        matrix = matrix / (matrix.sum(turn % 2, keepdim=True) + eps)
+    return matrix
 
 
 class _Sinkhorn(torch.autograd.Function):

@@ -74,5 +74,5 @@ class HyperConnection(Module):
         mix = sinkhorn(
             logits[..., 2 * n :].unflatten(-1, (n, n)), self.config.sinkhorn_iters, self.config.eps
         )
-        collapsed = (pre.unsqueeze(-1) * streams).sum(2).to(streams.dtype)
-        return collapsed, post, mix
+        read = (streams * pre.unsqueeze(-1)).sum(2)
+        return read.to(streams.dtype), post, mix
