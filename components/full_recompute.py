@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed.activation_checkpoint import FullAC
 
 from components.core.base import Component, MemoryTerm, Target
@@ -38,7 +39,7 @@ class FullRecompute(Component):
         parallel, training = recipe.parallelism, recipe.training
         split = parallel.context_parallel_degree * parallel.tensor_parallel_degree
         tokens = training.local_batch_size * training.seq_len // split
-        nbytes = {"float32": 4, "bfloat16": 2}[training.mixed_precision_param]
+        nbytes = TORCH_DTYPE_MAP[training.mixed_precision_param].itemsize
         size = tokens * recipe.model.n_layers * width * nbytes
         return [MemoryTerm("hidden states between layers, kept for backward", size)]
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
+from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed import ParallelDims
 
 from components.core.base import Component, MemoryTerm, Target
@@ -85,7 +86,7 @@ class IndexerTraining(Component):
                     support=self.config.support,
                     kpool=layer.attention.core.kpool,
                     scale=layer.attention.core.scale,
-                    index_scale=layer.attention.indexer.head_dim**-0.5,
+                    index_scale=layer.attention.indexer.scale,
                 )
             if self.config.only and layer.moe is not None:
                 layer.moe.load_balance_coeff = None
@@ -95,7 +96,7 @@ class IndexerTraining(Component):
         if not self.config.only:
             return []
         counts = count_parameters(recipe.model.build_spec())
-        width = {"float32": 4, "bfloat16": 2}[recipe.training.dtype]
+        width = TORCH_DTYPE_MAP[recipe.training.dtype].itemsize
         spared = recipe.optimizer.bytes_per_parameter(recipe.training.dtype) - width
         dims = ParallelDims.from_config(recipe.parallelism, target.ranks)
         size = (counts.total - counts.indexer) * spared * dims.dp_replicate // target.ranks

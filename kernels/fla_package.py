@@ -8,10 +8,11 @@ import os
 import torch
 
 SWITCH = "FLA_FLASH_KDA"
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def refuse_other_than(dtypes: tuple[torch.dtype, ...], **tensors: torch.Tensor) -> None:
-    """Raise ValueError unless all tensors are on CUDA and share one of ``dtypes``."""
+def refuse_other_than(**tensors: torch.Tensor) -> None:
+    """Raise ValueError unless all tensors are on CUDA and share one of ``DTYPES``."""
     for name, tensor in tensors.items():
         if not tensor.is_cuda:
             raise ValueError(
@@ -19,8 +20,8 @@ def refuse_other_than(dtypes: tuple[torch.dtype, ...], **tensors: torch.Tensor) 
                 "legal there: 'reference'"
             )
     found = {name: tensor.dtype for name, tensor in tensors.items()}
-    if len(set(found.values())) > 1 or not set(found.values()) <= set(dtypes):
-        raise ValueError(f"dtypes: {found}; legal for fla: all one of {list(dtypes)}")
+    if len(set(found.values())) > 1 or not set(found.values()) <= set(DTYPES):
+        raise ValueError(f"dtypes: {found}; legal for fla: all one of {list(DTYPES)}")
 
 
 def switch_off_flash_kda() -> None:

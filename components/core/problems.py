@@ -83,6 +83,11 @@ def did_you_mean(name: str, options: Iterable[str]) -> str:
     return f"did you mean {' or '.join(found)}?" if found else ""
 
 
+def divisors(number: int) -> list[int]:
+    """The positive divisors of ``number``, ascending."""
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
 def nearest_multiples(value: int, unit: int) -> str:
     """The positive multiples of ``unit`` around ``value``, as "1024 or 1536"."""
     down, up = value // unit * unit, -(-value // unit) * unit

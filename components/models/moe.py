@@ -5,9 +5,10 @@ from typing import TYPE_CHECKING, Literal
 
 from torchtitan.protocols.model_spec import ModelSpec
 
-from components.core.problems import nearest_multiples
+from components.core.problems import divisors
 from components.core.units import Tokens
 from components.models.moe_spec import build_moe_spec
+from components.models.ranges import below, not_positive, uneven_expert_widths
 from components.models.settings import Finding
 from components.models.titan_attention import TitanAttentionSettings
 
@@ -28,8 +29,6 @@ _AT_LEAST_ONE = (
 )
 _ABOVE_ZERO = ("rope_theta", "route_scale", "norm_eps", "init_std")
 
-# torch's grouped matrix multiplication wants rows of a multiple of 16 bytes: 8 bf16 numbers.
-_GROUPED_MM_ROW = 8
 # flex attention compiles for no smaller head.
 _SMALLEST_HEAD = 16
 
@@ -150,19 +149,9 @@ class MoEModel(TitanAttentionSettings):
 
     def _check_ranges(self) -> list[Finding]:
         found = [
-            (f"model.{name}", f"{getattr(self, name)} is too small; legal: 1 or more")
-            for name in _AT_LEAST_ONE
-            if getattr(self, name) < 1
-        ]
-        found += [
-            (f"model.{name}", f"{getattr(self, name)} is too small; legal: 0 or more")
-            for name in ("n_shared_experts", "n_dense_layers")
-            if getattr(self, name) < 0
-        ]
-        found += [
-            (f"model.{name}", f"{getattr(self, name)} is not positive; legal: above 0")
-            for name in _ABOVE_ZERO
-            if not getattr(self, name) > 0
+            *below(self, _AT_LEAST_ONE, 1),
+            *below(self, ("n_shared_experts", "n_dense_layers"), 0),
+            *not_positive(self, _ABOVE_ZERO),
         ]
         if self.load_balance_coeff is not None and not self.load_balance_coeff > 0:
             found.append(
@@ -177,12 +166,11 @@ class MoEModel(TitanAttentionSettings):
     def _check_attention(self) -> list[Finding]:
         found = []
         if self.n_heads % self.n_kv_heads:
-            divisors = [n for n in range(1, self.n_heads + 1) if self.n_heads % n == 0]
             found.append(
                 (
                     "model.n_kv_heads",
                     f"{self.n_kv_heads} does not divide model.n_heads = {self.n_heads}; "
-                    f"legal: {', '.join(map(str, divisors))}",
+                    f"legal: {', '.join(map(str, divisors(self.n_heads)))}",
                 )
             )
         if self.head_dim % 2 or self.head_dim < _SMALLEST_HEAD:
@@ -213,17 +201,7 @@ class MoEModel(TitanAttentionSettings):
                     "learn nothing; legal: false, or model.top_k 2 or more",
                 )
             )
-        for name in ("dim", "expert_hidden_dim"):
-            width = getattr(self, name)
-            if width % _GROUPED_MM_ROW:
-                found.append(
-                    (
-                        f"model.{name}",
-                        f"{width} does not suit the experts' grouped matrix multiplication; "
-                        f"legal: a multiple of {_GROUPED_MM_ROW}, such as "
-                        f"{nearest_multiples(width, _GROUPED_MM_ROW)}",
-                    )
-                )
+        found += uneven_expert_widths(self, ("dim", "expert_hidden_dim"))
         return found
 
     def _check_dense(self) -> list[Finding]:

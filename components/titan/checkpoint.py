@@ -159,8 +159,6 @@ def refuse_other_model(state_dict: dict[str, Any], checkpoint: Path) -> None:
         elif isinstance(entry, TensorStorageMetadata) and entry.size != tensor.shape:
             shapes = f"{list(entry.size)} in the checkpoint, {list(tensor.shape)} in the model"
             differences.append(f"{name}: {shapes}")
-    if not differences:
-        refuse_missing_optimizer_state(state_dict, stored.keys(), checkpoint)
     if differences:
         shown = "\n  ".join(differences[:_LISTED])
         more = len(differences) - _LISTED
@@ -171,6 +169,7 @@ def refuse_other_model(state_dict: dict[str, Any], checkpoint: Path) -> None:
             "to load another checkpoint, change checkpoint.initial_load_path; to load this one, "
             "give model the sizes it was saved with"
         )
+    refuse_missing_optimizer_state(state_dict, stored.keys(), checkpoint)
 
 
 def refuse_missing_optimizer_state(

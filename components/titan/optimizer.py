@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
+from torchtitan.config import TORCH_DTYPE_MAP
 
 
 @dataclass(kw_only=True, slots=True)
@@ -42,7 +43,7 @@ class AdamWSettings:
         Args:
             dtype: ``training.dtype``, in which parameters and gradients are kept.
         """
-        width = {"float32": 4, "bfloat16": 2}[dtype]
+        width = TORCH_DTYPE_MAP[dtype].itemsize
         moment = 2 if self.implementation == "fused_opt_states_bf16" else width
         return 2 * width + 2 * moment
 

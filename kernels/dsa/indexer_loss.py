@@ -8,7 +8,6 @@ heads. The tail has no score and is left out of both before they are normalised.
 import bisect
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any, Literal
 
 import torch
@@ -17,6 +16,7 @@ from kernels.dsa import absorbed
 from kernels.dsa.absorbed import Selected, split_maps
 from kernels.dsa.pooling import Pools
 from kernels.dsa.select import windows
+from kernels.packed import bounds
 from kernels.precision import accumulation_dtype
 
 Support = Literal["selected", "visible"]
@@ -186,7 +186,7 @@ def _selected_chunks(teacher: Teacher, pools: Pools) -> Iterator[_Chunk]:
 def _visible_chunks(teacher: Teacher, pools: Pools) -> Iterator[_Chunk]:
     t = teacher
     latent, w_key = _teacher_maps(t)
-    bounds = [0, *accumulate(t.lengths)]
+    begins = bounds(t.lengths)
     for q0, q1, p0, p1 in windows(
         t.lengths, t.size, 3 * t.q.shape[1] * t.size * latent.element_size()
     ):
@@ -194,7 +194,7 @@ def _visible_chunks(teacher: Teacher, pools: Pools) -> Iterator[_Chunk]:
             continue
         rows = slice(q0, q1)
         # Every open token lies between the start of the first query's document and the last query.
-        t0 = bounds[bisect.bisect_right(bounds, q0) - 1]
+        t0 = begins[bisect.bisect_right(begins, q0) - 1]
         token = torch.arange(t0, q1, device=latent.device)
         start, seen = t.start[rows, None], t.position[rows, None] + 1
         q = torch.einsum("qhd,hdr->qhr", t.q[rows].to(latent.dtype), w_key)

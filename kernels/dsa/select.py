@@ -2,12 +2,12 @@
 
 import bisect
 from collections.abc import Iterator
-from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 
 from kernels.dsa.pooling import Pools
+from kernels.packed import bounds
 from kernels.precision import accumulation_dtype
 
 _SCORE_BYTES = 256 * 2**20
@@ -83,17 +83,16 @@ def windows(lengths: tuple[int, ...], size: int, bytes_per_pair: int) -> Iterato
         size: tokens per pool.
         bytes_per_pair: memory per query and pool.
     """
-    ends = list(accumulate(lengths))
-    pools = list(accumulate(length // size for length in lengths))
+    begins = bounds(lengths)
+    earlier = bounds(tuple(length // size for length in lengths))
 
     def before(token: int) -> tuple[int, int]:
         """Pools of the documents before the token's, and those up to and including the token."""
-        document = bisect.bisect_right(ends, token)
-        base = pools[document - 1] if document else 0
-        start = ends[document - 1] if document else 0
-        return base, base + (token + 1 - start) // size
+        document = bisect.bisect_right(begins, token) - 1
+        base = earlier[document]
+        return base, base + (token + 1 - begins[document]) // size
 
-    total = ends[-1]
+    total = begins[-1]
     begin = 0
     while begin < total:
         first_pool = before(begin)[0]

@@ -9,10 +9,17 @@ from kernels.fla_package import refuse_other_than, switch_off_flash_kda
 from kernels.kda.inputs import check_arguments
 from kernels.packed import bound_tensors
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-
 NARROWEST, WIDEST = 16, 256
 """Widths of q and k per head that the kernels' matrix products take."""
+
+
+def check_width(width: int) -> None:
+    """Raise ValueError unless the kernels take heads of this width."""
+    if not NARROWEST <= width <= WIDEST:
+        raise ValueError(
+            f"model.kda_head_dim: {width} is no width that fla's KDA kernels take; legal: "
+            f"{NARROWEST} to {WIDEST}, or model.kda_kernel 'reference'"
+        )
 
 
 def kda(
@@ -35,12 +42,8 @@ def kda(
     and dt_bias are summed in float32.
     """
     check_arguments(q, k, v, raw_gate, beta, A_log, dt_bias, lengths, lower_bound)
-    refuse_other_than(DTYPES, q=q, k=k, v=v)
-    if not NARROWEST <= q.shape[-1] <= WIDEST:
-        raise ValueError(
-            f"model.kda_head_dim: {q.shape[-1]}; legal for model.kda_kernel 'fla': "
-            f"{NARROWEST} to {WIDEST}"
-        )
+    refuse_other_than(q=q, k=k, v=v)
+    check_width(q.shape[-1])
     switch_off_flash_kda()
     from fla.ops.kda import chunk_kda
 

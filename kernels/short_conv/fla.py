@@ -6,8 +6,6 @@ from kernels.fla_package import refuse_other_than
 from kernels.packed import bound_tensors
 from kernels.short_conv.naive import check_arguments
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-
 
 def short_conv(
     x: torch.Tensor, weight: torch.Tensor, position: torch.Tensor, lengths: tuple[int, ...]
@@ -19,7 +17,7 @@ def short_conv(
     of a document: many short documents cost memory.
     """
     check_arguments(x, weight, position, lengths)
-    refuse_other_than(DTYPES, x=x)
+    refuse_other_than(x=x)
     from fla.modules.causal_conv1d import causal_conv1d
 
     device_bounds, host_bounds = bound_tensors(lengths, x.device)

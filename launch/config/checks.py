@@ -13,7 +13,7 @@ from torchtitan.config.override import apply_overrides
 from torchtitan.distributed import ParallelDims
 
 from components.core.base import Target
-from components.core.problems import Problem, RecipeError, nearest_multiples, shown
+from components.core.problems import Problem, RecipeError, divisors, nearest_multiples, shown
 from components.core.recipe import Recipe
 from components.core.registry import enabled_components
 from components.titan.build import prepare
@@ -177,7 +177,7 @@ def _expert_degree(recipe: Recipe, world_size: int) -> Iterator[Problem]:
     dims = ParallelDims.from_config(recipe.parallelism, world_size)
     sparse = dims.dp_shard * dims.cp * dims.tp
     if sparse % ep:
-        legal = ", ".join(str(n) for n in range(1, sparse + 1) if sparse % n == 0)
+        legal = ", ".join(map(str, divisors(sparse)))
         yield Problem(
             "parallelism.expert_parallel_degree",
             f"{ep} does not divide the {_ranks(sparse)} of one replica",
@@ -185,7 +185,7 @@ def _expert_degree(recipe: Recipe, world_size: int) -> Iterator[Problem]:
         )
     experts = recipe.model.n_experts
     if experts and experts % ep:
-        legal = ", ".join(str(n) for n in range(1, sparse + 1) if sparse % n == experts % n == 0)
+        legal = ", ".join(map(str, divisors(math.gcd(sparse, experts))))
         yield Problem(
             "parallelism.expert_parallel_degree",
             f"{ep} does not divide the model's {experts} experts",

@@ -4,8 +4,13 @@ import pytest
 import torch
 
 from components.models.glm_flash.documents import Documents
+from components.models.glm_flash.fla_kernels import fla_kda, fla_short_conv
 from components.models.glm_flash.flops import mean_keys, training_flops_per_token
+from components.models.glm_flash.kda import KdaCore
 from components.models.glm_flash.settings import GlmFlashModel
+from components.models.glm_flash.short_conv import ShortConv
+
+ZEROS = dict.fromkeys(("A_log", "dt_bias", "weight"), torch.nn.init.zeros_)
 
 
 def test_documents_begin_at_rows_and_where_positions_jump():
@@ -41,3 +46,29 @@ def test_keys_per_query_are_those_that_selection_gives() -> None:
         # At most two pools of four, and the unfinished one.
         keys = [4 * min(2, (t + 1) // 4) + (t + 1) % 4 for t in range(length)]
         assert mean_keys(mla, length) == pytest.approx(sum(keys) / length, rel=0.03)
+
+
+def test_pools_of_a_size_are_found_once() -> None:
+    documents = Documents.from_lengths((9, 3, 8))
+    assert documents.pools(4).first.tolist() == [0, 4, 12, 16]
+    assert documents.pools(3).first.tolist() == [0, 3, 6, 9, 12, 15]
+    assert documents.pools(4) is documents.pools(4)
+
+
+def test_the_overrides_put_fla_s_kernels_in_place() -> None:
+    """They run on CUDA only, and say so; the plain ones take the same tensors."""
+    documents, heads = Documents.from_lengths((5,)), (5, 2, 16)
+    q, k, v, gate = (torch.randn(heads) for _ in range(4))
+    core = KdaCore.Config(heads=2, head_dim=16, lower_bound=-5.0, param_init=ZEROS)
+    conv = ShortConv.Config(channels=32, kernel_size=4, param_init=ZEROS)
+    for make in (lambda config: config, fla_kda):
+        module = make(core).build()
+        module.init_states()
+        arguments = q, k, v, gate, torch.rand(5, 2), documents
+        if make is fla_kda:
+            with pytest.raises(ValueError, match="'fla' runs on CUDA only"):
+                module(*arguments)
+        else:
+            assert module(*arguments).shape == v.shape
+    with pytest.raises(ValueError, match="'fla' runs on CUDA only"):
+        fla_short_conv(conv).build()(q.flatten(1), documents)

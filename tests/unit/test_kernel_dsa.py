@@ -9,12 +9,9 @@ from kernels.dsa.keys import selected_tokens
 from kernels.dsa.naive import dense_sparse_mla, token_mask
 from kernels.dsa.pooling import find_pools, pool_keys
 from kernels.dsa.select import best_pools, pool_scores, select_pools, windows
+from tests.unit.kernel_support import draw
 
 RAGGED = [(1,), (3,), (4,), (5,), (37,), (1, 4, 3, 9, 64, 2, 5), (130, 7), (65, 1, 1, 66)]
-
-
-def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
 @pytest.mark.parametrize("lengths", RAGGED)

@@ -10,12 +10,9 @@ from kernels.dsa.indexer_loss import Teacher, indexer_kl
 from kernels.dsa.naive import token_mask
 from kernels.dsa.pooling import find_pools
 from kernels.dsa.select import select_pools
+from tests.unit.kernel_support import draw
 
 SIZE, SCALE, INDEX_SCALE = 4, 0.4, 0.6
-
-
-def draw(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def case(lengths):

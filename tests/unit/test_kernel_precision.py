@@ -12,10 +12,7 @@ from kernels.dsa.select import pool_scores, select_pools, windows
 from kernels.hyper_connections.mapping import project
 from kernels.hyper_connections.merge import merge
 from kernels.precision import linear_accumulate
-
-
-def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+from tests.unit.kernel_support import draw
 
 
 def share_equal(found, exact):

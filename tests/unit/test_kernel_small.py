@@ -7,10 +7,7 @@ from kernels.combine import weighted_sum, weighted_sum_reference
 from kernels.grouped_mm import grouped_mm, grouped_mm_loop
 from kernels.precision import linear_accumulate
 from kernels.swiglu import clamped_swiglu, clamped_swiglu_reference
-
-
-def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+from tests.unit.kernel_support import draw
 
 
 def test_unrounded_linear_gradients():

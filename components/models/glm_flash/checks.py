@@ -4,7 +4,8 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from components.core.problems import nearest_multiples, shown
+from components.core.problems import divisors, nearest_multiples, shown
+from components.models.ranges import below, not_positive, uneven_expert_widths
 from components.models.settings import Finding
 
 if TYPE_CHECKING:
@@ -25,8 +26,6 @@ _ABOVE_ZERO = ("route_scale", "swiglu_limit", "hc_eps", "norm_eps", "init_std")
 
 # Kernels undo the decay of sixteen tokens: e^75 at -5, and float32 ends at e^88.
 _STRONGEST_DECAY = -5.0
-# torch's grouped matrix multiplication wants rows of a multiple of 16 bytes: 8 bf16 numbers.
-_GROUPED_MM_ROW = 8
 # A group is ranked by the sum of its best two scores.
 _SMALLEST_GROUP = 2
 
@@ -39,7 +38,7 @@ def check_model(model: "GlmFlashModel") -> list[Finding]:
         found = [*_layers(model), *_indexer(model)]
         if model.n_experts is not None:
             found += [*_groups(model, model.n_experts), *_routing(model, model.n_experts)]
-            found += _widths(model)
+            found += uneven_expert_widths(model, ("dim", "expert_hidden_dim"))
     return found
 
 
@@ -88,18 +87,9 @@ def _tensor_parallel(model: "GlmFlashModel", degree: int) -> Finding:
 
 
 def _ranges(model: "GlmFlashModel") -> Iterator[Finding]:
-    for name in _AT_LEAST_ONE:
-        value = getattr(model, name)
-        if value is not None and value < 1:
-            yield f"model.{name}", f"{value} is too small; legal: 1 or more"
-    for name in _AT_LEAST_ZERO:
-        value = getattr(model, name)
-        if not value >= 0:
-            yield f"model.{name}", f"{value} is too small; legal: 0 or more"
-    for name in _ABOVE_ZERO:
-        value = getattr(model, name)
-        if not value > 0:
-            yield f"model.{name}", f"{value} is not positive; legal: above 0"
+    yield from below(model, _AT_LEAST_ONE, 1)
+    yield from below(model, _AT_LEAST_ZERO, 0)
+    yield from not_positive(model, _ABOVE_ZERO)
     bound = model.gate_lower_bound
     if not _STRONGEST_DECAY <= bound < 0:
         message = f"{bound} is no log decay that KDA can compute; legal: {_STRONGEST_DECAY:g} or "
@@ -149,7 +139,7 @@ def _indexer(model: "GlmFlashModel") -> Iterator[Finding]:
 
 def _groups(model: "GlmFlashModel", experts: int) -> Iterator[Finding]:
     groups, limited = model.n_expert_groups, model.n_limited_groups
-    legal = [n for n in _divisors(experts) if n == 1 or experts // n >= _SMALLEST_GROUP]
+    legal = [n for n in divisors(experts) if n == 1 or experts // n >= _SMALLEST_GROUP]
     if groups not in legal:
         message = (
             f"{groups} does not cut model.n_experts = {experts} into equal groups of "
@@ -181,28 +171,11 @@ def _routing(model: "GlmFlashModel", experts: int) -> Iterator[Finding]:
         )
 
 
-def _widths(model: "GlmFlashModel") -> Iterator[Finding]:
-    for name in ("dim", "expert_hidden_dim"):
-        width = getattr(model, name)
-        if width % _GROUPED_MM_ROW:
-            yield (
-                f"model.{name}",
-                f"{width} does not suit the experts' grouped matrix multiplication; legal: a "
-                f"multiple of {_GROUPED_MM_ROW}, such as "
-                f"{nearest_multiples(width, _GROUPED_MM_ROW)}",
-            )
-
-
-def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
-
-
 def _nearest_divisors(value: int, number: int) -> str:
     """The divisors of ``number`` on both sides of ``value``, as "2 or 4"."""
-    divisors = _divisors(number)
-    below = [n for n in divisors if n < value][-1:]
-    above = [n for n in divisors if n > value][:1]
-    return " or ".join(map(str, below + above))
+    smaller = [n for n in divisors(number) if n < value][-1:]
+    larger = [n for n in divisors(number) if n > value][:1]
+    return " or ".join(map(str, smaller + larger))
 
 
 def _entries(count: int) -> str:

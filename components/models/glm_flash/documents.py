@@ -1,8 +1,10 @@
 """Where documents begin in a batch of packed rows: the one object every mixer is given."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
+
+from kernels.dsa.pooling import Pools, find_pools
 
 
 @dataclass(frozen=True)
@@ -21,6 +23,13 @@ class Documents:
     position: torch.Tensor
     start: torch.Tensor
     lengths: tuple[int, ...]
+    _pools: dict[int, Pools] = field(default_factory=dict, repr=False, compare=False)
+
+    def pools(self, size: int) -> Pools:
+        """All complete pools of ``size`` tokens; found once for all layers that ask."""
+        if size not in self._pools:
+            self._pools[size] = find_pools(self.lengths, size, self.start.device)
+        return self._pools[size]
 
     @staticmethod
     def from_positions(positions: torch.Tensor) -> "Documents":

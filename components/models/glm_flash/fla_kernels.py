@@ -2,10 +2,8 @@
 
 from dataclasses import dataclass
 
-import torch
 from torchtitan.config import derive, override
 
-from components.models.glm_flash.documents import Documents
 from components.models.glm_flash.kda import KdaCore
 from components.models.glm_flash.short_conv import ShortConv
 from kernels.kda.fla import kda
@@ -19,19 +17,7 @@ class FlaKdaCore(KdaCore):
     class Config(KdaCore.Config):
         pass
 
-    def forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        raw_gate: torch.Tensor,
-        beta: torch.Tensor,
-        documents: Documents,
-    ) -> torch.Tensor:
-        return kda(
-            q, k, v, raw_gate, beta, self.A_log, self.dt_bias, documents.lengths,
-            lower_bound=self.lower_bound,
-        )  # fmt: skip
+    kernel = staticmethod(kda)
 
 
 class FlaShortConv(ShortConv):
@@ -41,8 +27,7 @@ class FlaShortConv(ShortConv):
     class Config(ShortConv.Config):
         pass
 
-    def forward(self, x: torch.Tensor, documents: Documents) -> torch.Tensor:
-        return short_conv(x, self.weight, documents.position, documents.lengths)
+    kernel = staticmethod(short_conv)
 
 
 @override(target=KdaCore.Config, description="KDA in flash-linear-attention's kernels")

@@ -14,7 +14,7 @@ from torchtitan.models.common.nn_modules import LayerNorm
 from torchtitan.protocols.module import Module
 
 from components.models.glm_flash.documents import Documents
-from kernels.dsa.pooling import Pools, find_pools, pool_keys
+from kernels.dsa.pooling import Pools, pool_keys
 from kernels.dsa.select import select_pools
 from kernels.precision import accumulation_dtype
 
@@ -55,6 +55,11 @@ class Indexer(Module):
         k_norm: LayerNorm.Config
         weights_proj: Linear.Config
 
+        @property
+        def scale(self) -> float:
+            """Factor on every product of query and key."""
+            return self.head_dim**-0.5
+
     def __init__(self, config: Config) -> None:
         super().__init__()
         self.config = config
@@ -88,7 +93,7 @@ class Indexer(Module):
         queries = self.wq_b(query_latent).unflatten(-1, (heads, -1))
         weights = self.weights_proj(x)
         weights = weights.to(accumulation_dtype(x.dtype)) * heads**-0.5
-        pools = find_pools(documents.lengths, self.config.kpool, x.device)
+        pools = documents.pools(self.config.kpool)
         gates = F.linear(x, self.compress_gate)
         keys = pool_keys(self.k_norm(self.wk(x)), gates, self.compress_ape, pools.first)
         return IndexerInputs(queries, weights, keys, pools)
@@ -104,5 +109,5 @@ class Indexer(Module):
             documents.lengths,
             size=self.config.kpool,
             count=self.config.topk // self.config.kpool,
-            scale=self.config.head_dim**-0.5,
+            scale=self.config.scale,
         )

@@ -4,7 +4,9 @@ Source: Kimi Linear, arXiv 2510.26692, section 3; the bounded gate as in transfo
 and flash-linear-attention.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn as nn
@@ -26,6 +28,9 @@ class KdaCore(Module):
         head_dim: int
         lower_bound: float
 
+    kernel: ClassVar[Callable[..., torch.Tensor]] = staticmethod(kda)
+    """What computes it: a function like ``kernels.kda.chunked.kda``."""
+
     def __init__(self, config: Config) -> None:
         super().__init__()
         self.lower_bound = config.lower_bound
@@ -45,7 +50,7 @@ class KdaCore(Module):
     ) -> torch.Tensor:
         """All (T, heads, head_dim), but ``beta`` (T, heads), in the compute dtype; returns the
         shape and dtype of ``v``."""
-        return kda(
+        return self.kernel(
             q, k, v, raw_gate, beta, self.A_log, self.dt_bias, documents.lengths,
             lower_bound=self.lower_bound,
         )  # fmt: skip

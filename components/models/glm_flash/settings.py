@@ -11,7 +11,7 @@ from components.models.glm_flash import checks
 from components.models.glm_flash.fla_kernels import fla_kda, fla_short_conv
 from components.models.glm_flash.spec import build_glm_flash_spec
 from components.models.settings import Finding, KernelChoice, ModelSettings
-from kernels.kda.fla import NARROWEST, WIDEST
+from kernels.kda.fla import check_width
 
 if TYPE_CHECKING:
     from components.core.recipe import Recipe
@@ -200,9 +200,4 @@ class GlmFlashModel(ModelSettings):
                 "is not installed; install it with the rest of requirements.lock, or use "
                 "'reference', which is slow"
             )
-        if not NARROWEST <= self.kda_head_dim <= WIDEST:
-            raise ValueError(
-                f"model.kda_head_dim: {self.kda_head_dim} is no width that fla's KDA kernels take; "
-                f"legal: {NARROWEST} to {WIDEST}, or "
-                "model.kda_kernel 'reference'"
-            )
+        check_width(self.kda_head_dim)

@@ -1,6 +1,8 @@
 """The short causal convolution in front of KDA."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn as nn
@@ -21,6 +23,9 @@ class ShortConv(Module):
         channels: int
         kernel_size: int
 
+    kernel: ClassVar[Callable[..., torch.Tensor]] = staticmethod(short_conv)
+    """What computes it: a function like ``kernels.short_conv.naive.short_conv``."""
+
     def __init__(self, config: Config) -> None:
         super().__init__()
         self.weight = nn.Parameter(
@@ -29,4 +34,4 @@ class ShortConv(Module):
 
     def forward(self, x: torch.Tensor, documents: Documents) -> torch.Tensor:
         """(T, channels) -> (T, channels)."""
-        return short_conv(x, self.weight, documents.position, documents.lengths)
+        return self.kernel(x, self.weight, documents.position, documents.lengths)

@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -12,11 +12,14 @@ from torchtitan.protocols.model import BaseModel
 from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 
 from components.models.glm_flash.hf import names
-from components.models.glm_flash.hf.config import Settings, hf_config
+from components.models.glm_flash.hf.config import hf_config
 from components.models.glm_flash.hf.plan import Piece, Shape, plan
 from components.models.glm_flash.hf.reader import CheckpointReader
 from components.models.glm_flash.hf.stacked import join_experts, split_experts
 from components.titan.export import ExportRules
+
+if TYPE_CHECKING:
+    from components.models.glm_flash.settings import GlmFlashModel
 
 FILE_BYTES = 5 * 10**9
 """An export's files are about this large, or larger where there would be too many."""
@@ -56,7 +59,11 @@ class GlmFlashStateDictAdapter(StateDictAdapter, ExportRules):
     """
 
     def __init__(
-        self, model_config: BaseModel.Config, hf_assets_path: str | None, *, settings: Settings
+        self,
+        model_config: BaseModel.Config,
+        hf_assets_path: str | None,
+        *,
+        settings: "GlmFlashModel",
     ) -> None:
         # The base class would lay out exports like the weights in the assets folder, if any.
         super().__init__(model_config, None)

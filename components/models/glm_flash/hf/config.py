@@ -1,54 +1,15 @@
 """The config.json of an export, as the published one spells it."""
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from components.models.glm_flash.settings import GlmFlashModel
 
 _PUBLISHED_VOCABULARY = 154_880
 _MIXERS = {"kda": "linear_attention", "dsa": "deepseek_sparse_attention"}
 
 
-class Settings(Protocol):
-    """The fields of ``GlmFlashModel`` that this package reads; see there."""
-
-    n_layers: int
-    dim: int
-    vocab_size: int
-    max_seq_len: int
-    kda_heads: int
-    kda_head_dim: int
-    conv_kernel: int
-    gate_lower_bound: float
-    n_heads: int
-    q_lora_rank: int
-    kv_lora_rank: int
-    qk_head_dim: int
-    v_head_dim: int
-    index_n_heads: int
-    index_head_dim: int
-    index_topk: int
-    index_kpool: int
-    n_dense_layers: int
-    dense_hidden_dim: int
-    n_experts: int | None
-    top_k: int
-    expert_hidden_dim: int
-    n_shared_experts: int
-    n_expert_groups: int
-    n_limited_groups: int
-    route_norm: bool
-    route_scale: float
-    swiglu_limit: float
-    hc_mult: int
-    hc_sinkhorn_iters: int
-    hc_eps: float
-    norm_eps: float
-    init_std: float
-
-    @property
-    def layer_types(self) -> Sequence[str]: ...
-
-
-def hf_config(settings: Settings, dtype: str) -> dict[str, Any]:
+def hf_config(settings: "GlmFlashModel", dtype: str) -> dict[str, Any]:
     """Describe a model as the published config.json does.
 
     The vision tower is the published one, fitted to the model's width: the class that has an
@@ -74,7 +35,7 @@ def hf_config(settings: Settings, dtype: str) -> dict[str, Any]:
     }
 
 
-def _text_config(settings: Settings, dtype: str) -> dict[str, Any]:
+def _text_config(settings: "GlmFlashModel", dtype: str) -> dict[str, Any]:
     return {
         "model_type": "glm5_next_text",
         "dtype": dtype,
@@ -106,7 +67,7 @@ def _special_tokens(vocab_size: int) -> dict[str, Any]:
     return {"pad_token_id": 154_820, "eos_token_id": [154_820, 154_827, 154_829]}
 
 
-def _linear_attention(settings: Settings) -> dict[str, Any]:
+def _linear_attention(settings: "GlmFlashModel") -> dict[str, Any]:
     layers = list(enumerate(settings.layer_types))
     return {
         "num_heads": settings.kda_heads,
@@ -118,7 +79,7 @@ def _linear_attention(settings: Settings) -> dict[str, Any]:
     }
 
 
-def _sparse_attention(settings: Settings) -> dict[str, Any]:
+def _sparse_attention(settings: "GlmFlashModel") -> dict[str, Any]:
     return {
         "attention_bias": False,
         "attention_dropout": 0.0,
@@ -141,7 +102,7 @@ def _sparse_attention(settings: Settings) -> dict[str, Any]:
     }
 
 
-def _feed_forward(settings: Settings) -> dict[str, Any]:
+def _feed_forward(settings: "GlmFlashModel") -> dict[str, Any]:
     dense = settings.n_dense_layers
     sparse = settings.n_layers - dense
     return {
