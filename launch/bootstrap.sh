@@ -12,6 +12,7 @@ LOCK=requirements.lock
 VENV=.venv
 STAMP=$VENV/installed.sha256
 LOG=$VENV/install.log
+SIZE_GB=7 # of a finished .venv, rounded up; torch's CUDA libraries are half of it
 SUPPORTED='import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))'
 
 fail() {
@@ -52,6 +53,14 @@ make_venv() {
     "$python" -m venv --clear "$VENV" || fail "$python -m venv $VENV failed (see above)."
 }
 
+need_space() { # pip would find out after minutes, and leave torn packages
+    free_kb=$(df -Pk . | tail -n 1 | sed 's/  *[0-9]*%.*//; s/.* //')
+    [ "$free_kb" -ge $((SIZE_GB * 1000000)) ] ||
+        fail "The packages need $SIZE_GB GB in $(pwd), where $((free_kb / 1000000)) GB are free." \
+            "Free some space, or name an environment elsewhere:" \
+            "    make train PYTHON=/path/to/python"
+}
+
 usable() { # an installation that was cut short left its log but no stamp: packages may be torn
     supported "$VENV/bin/python" && "$VENV/bin/python" -m pip --version >/dev/null 2>&1 &&
         { [ -f "$STAMP" ] || [ ! -e "$LOG" ]; }
@@ -62,11 +71,11 @@ current() { # the stamp holds the lock's checksum, and the interpreter behind .v
 }
 
 install_locked() {
-    usable || make_venv
+    usable || { rm -rf "$VENV" && need_space && make_venv; }
     # Removed before and written after, by a rename: an interrupted install leaves no stamp.
     rm -f "$STAMP"
     echo "Installing $(grep -c '^[A-Za-z0-9]' "$LOCK") locked packages into $VENV" \
-        "(once: a few minutes, about 6.5 GB with the CUDA libraries) ..."
+        "(once: a few minutes, $SIZE_GB GB with the CUDA libraries) ..."
     started=$(date +%s)
     if ! "$VENV/bin/python" -m pip install --no-input --disable-pip-version-check \
         --progress-bar off --require-hashes -r "$LOCK" >"$LOG" 2>&1; then

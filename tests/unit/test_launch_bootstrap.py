@@ -28,8 +28,14 @@ case "$*" in
 esac
 """
 
+# Free space in 1 KiB blocks comes from $FAKE/free; the device's name may hold blanks.
+DF = """#!/bin/sh
+echo "Filesystem 1024-blocks Used Available Capacity Mounted on"
+echo "//nas/my share 98000000    1000   $(cat "$FAKE/free")   91% /some where"
+"""
+
 TOOLS = ["sh", "cat", "cut", "cp", "date", "flock", "grep", "mkdir", "mv", "rm", "sha256sum"]
-TOOLS += ["sleep", "tail", "touch"]
+TOOLS += ["sed", "sleep", "tail", "touch"]
 
 
 class Machine:
@@ -43,12 +49,18 @@ class Machine:
         self.lock("torch==1 --hash=sha256:0\n")
         (tools / "python3").write_text(PYTHON)
         (tools / "python3").chmod(0o755)
+        (tools / "df").write_text(DF)
+        (tools / "df").chmod(0o755)
+        self.free(20)
         for tool in TOOLS:
             (tools / tool).symlink_to(shutil.which(tool) or tool)
         self.env = {"PATH": str(tools), "FAKE": str(self.fake)}
 
     def lock(self, text: str) -> None:
         (self.root / "requirements.lock").write_text(text)
+
+    def free(self, gigabytes: int) -> None:
+        (self.fake / "free").write_text(f"{gigabytes * 1_000_000}")
 
     def set(self, flag: str, on: bool = True) -> None:
         (self.fake / flag).touch() if on else (self.fake / flag).unlink()
@@ -108,6 +120,21 @@ def test_a_changed_lock_updates_the_same_environment(machine: Machine) -> None:
     machine.lock("torch==2 --hash=sha256:0\n")
     assert machine.run("install")[0] == 0
     assert machine.calls() == ["install"]
+
+
+def test_too_little_space_is_refused_before_anything_is_installed(machine: Machine) -> None:
+    machine.free(6)
+    code, _, err = machine.run("install")
+    assert code == 2
+    assert "need 7 GB" in err and "6 GB are free" in err and "PYTHON=" in err
+    assert not (machine.root / ".venv").exists()
+
+
+def test_an_update_in_place_asks_for_no_space(machine: Machine) -> None:
+    machine.run("install")
+    machine.free(1)
+    machine.lock("torch==2 --hash=sha256:0\n")
+    assert machine.run("install")[0] == 0
 
 
 def test_a_failed_install_shows_pips_words_and_leaves_no_stamp(machine: Machine) -> None:
