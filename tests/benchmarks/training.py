@@ -39,7 +39,14 @@ def main(arguments: Sequence[str]) -> int:
     probe = make_probe(device)
     machine = survey(probe)
     probe.settle()
-    variants = [_run(options, text, common) for text in options.variant or ["default="]]
+    variants = []
+    for text in options.variant or ["default="]:
+        label, _, overrides = text.partition("=")
+        own_overrides = [*common, *overrides.split()]
+        figures = run_training(
+            label, own_overrides, options.recipe, options.steps, options.ngpu, options.limit
+        )
+        variants.append(figures)
     record = {
         "name": options.name,
         "recipe": options.recipe,
@@ -72,25 +79,30 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _run(options: argparse.Namespace, text: str, common: list[str]) -> dict[str, Any]:
-    """One training; its figures, or why there are none."""
-    label, _, overrides = text.partition("=")
-    own = [
-        *common,
-        *overrides.split(),
-        f"training.steps={options.steps}",
-        "checkpoint.enable=false",
-    ]
+def run_training(
+    label: str, overrides: list[str], recipe: str, steps: int, ngpu: int | None, limit: int
+) -> dict[str, Any]:
+    """One training in processes of its own; its figures, or why there are none.
+
+    Args:
+        label: names it in the result.
+        overrides: of the recipe; steps, checkpoints and the output folder are set here.
+        recipe: name of the recipe.
+        steps: how many to train.
+        ngpu: ranks; the recipe's if None.
+        limit: seconds after which it is ended, with exit status 124.
+    """
+    own = [*overrides, f"training.steps={steps}", "checkpoint.enable=false"]
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "launch", "train", "--recipe", options.recipe]
-        command += ["--ngpu", str(options.ngpu)] if options.ngpu else []
+        command = [sys.executable, "-m", "launch", "train", "--recipe", recipe]
+        command += ["--ngpu", str(ngpu)] if ngpu else []
         command += ["--", *own, f"output_dir={folder}"]
         began = time.monotonic()
         log = Path(folder) / "output"
         with log.open("w") as file:
             try:
                 code = subprocess.run(
-                    command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, timeout=options.limit
+                    command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, timeout=limit
                 ).returncode
             except subprocess.TimeoutExpired:
                 code = 124

@@ -1,0 +1,167 @@
+"""Add one switch after the other, at growing context lengths: peak, step time, and what fits.
+
+    python -m tests.benchmarks.ladder glm_flash_4layer --recipe glm_flash_4layer_8k_1xh200 \
+        --lengths 32k 64k 128k --base "nothing=components.layer_recompute.enabled=false" \
+        --add "recompute=components.layer_recompute.enabled=true" -- model.n_experts=16
+
+A ``--base`` row stands alone; an ``--add`` row keeps the overrides of the ``--add`` rows before it.
+Each cell is one real `make train`. A row that fails at a length is not tried at longer ones.
+"""
+
+import argparse
+import json
+import shlex
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from components.titan.device import resolve_device
+from tests.benchmarks.machine import survey
+from tests.benchmarks.probes import make_probe
+from tests.benchmarks.training import RESULTS, run_training
+
+
+@dataclass(frozen=True)
+class Row:
+    """A label and the overrides that belong to it."""
+
+    label: str
+    overrides: tuple[str, ...]
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run all cells, print and write the table. Returns 1 if no cell trained."""
+    own = list(arguments)
+    split = own.index("--") if "--" in own else len(own)
+    options, common = _parser().parse_args(own[:split]), own[split + 1 :]
+    rows = make_rows(options.base or [], options.add or [])
+    device = resolve_device(options.device)
+    probe = make_probe(device)
+    machine = survey(probe)
+    probe.settle()
+    cells: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        cells[row.label] = climb(row, options, common)
+    record = {
+        "name": options.name,
+        "recipe": options.recipe,
+        "command": shlex.join(["python", "-m", "tests.benchmarks.ladder", *arguments]),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "common_overrides": common,
+        "machine": {"name": machine.name, "facts": dict(machine.facts)},
+        "rows": [{"label": row.label, "overrides": list(row.overrides)} for row in rows],
+        "cells": cells,
+    }
+    text = markdown(record, options.lengths)
+    options.out.mkdir(parents=True, exist_ok=True)
+    stem = options.out / f"ladder_{options.name}_{machine.slug}"
+    stem.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n")
+    stem.with_suffix(".md").write_text(text)
+    print(text)
+    return int(not any(trained(cell) for row in cells.values() for cell in row.values()))
+
+
+def make_rows(bases: Sequence[str], additions: Sequence[str]) -> list[Row]:
+    """Rows that stand alone, then rows that each keep what the ones before them added.
+
+    Args:
+        bases, additions: "LABEL=override override ..."; an addition's label is shown after "+".
+
+    Raises:
+        ValueError: a label occurs twice, since the table could not tell the rows apart.
+    """
+    rows = [
+        Row(label, tuple(words.split())) for label, _, words in (b.partition("=") for b in bases)
+    ]
+    kept: tuple[str, ...] = ()
+    for label, _, words in (a.partition("=") for a in additions):
+        kept += tuple(words.split())
+        rows.append(Row(f"+ {label}", kept))
+    labels = [row.label for row in rows]
+    if len(set(labels)) < len(labels):
+        raise ValueError(f"row labels must differ, got {', '.join(labels)}")
+    return rows
+
+
+def climb(row: Row, options: argparse.Namespace, common: list[str]) -> dict[str, Any]:
+    """Train one row at each length until one fails: length -> figures."""
+    cells: dict[str, Any] = {}
+    for length in options.lengths:
+        overrides = [*common, *row.overrides, f"training.seq_len={length}"]
+        print(f"{row.label} at {length} ...", flush=True)
+        cells[length] = run_training(
+            f"{row.label} {length}", overrides, options.recipe, options.steps, options.ngpu,
+            options.limit,
+        )  # fmt: skip
+        if not trained(cells[length]):
+            break
+    return cells
+
+
+def trained(cell: dict[str, Any]) -> bool:
+    """Whether a cell has a step to report besides the first."""
+    return not cell["exit"] and bool(cell["step_s"])
+
+
+def markdown(record: dict[str, Any], lengths: Sequence[str]) -> str:
+    """The table: a row per switch, a column per length."""
+    facts = ", ".join(f"{key} {value}" for key, value in record["machine"]["facts"].items())
+    lines = [
+        f"# Memory ladder: {record['recipe']} on {record['machine']['name']}",
+        "",
+        f"`{record['command']}`",
+        "",
+        f"{record['date']}; {facts}",
+        "",
+        "Median step seconds after the first step / peak allocated GiB / peak reserved GiB; all "
+        "repeats and losses are in the JSON file. An empty cell was not tried, because a shorter "
+        "length failed.",
+        "",
+        "| " + " | ".join(["", *lengths, "longest that trained"]) + " |",
+        "|" + "---|" * (len(lengths) + 2),
+    ]
+    for row in record["rows"]:
+        cells = record["cells"][row["label"]]
+        shown = [_cell(cells.get(length)) for length in lengths]
+        fits = [length for length in lengths if length in cells and trained(cells[length])]
+        lines.append("| " + " | ".join([row["label"], *shown, fits[-1] if fits else "none"]) + " |")
+    lines += ["", "Rows add:", ""]
+    lines += [
+        f"- {row['label']}: `{' '.join(row['overrides']) or '(nothing)'}`" for row in record["rows"]
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _cell(cell: dict[str, Any] | None) -> str:
+    if cell is None:
+        return ""
+    if trained(cell):
+        step = statistics.median(cell["step_s"])
+        return f"{step:.3f} / {cell['peak_active_gib']:.1f} / {cell['peak_reserved_gib']:.1f}"
+    if cell["exit"] == 124:
+        return "no end within the limit"
+    text = "\n".join(cell["tail"])
+    return "out of memory" if "out of memory" in text.lower() else f"exit {cell['exit']}"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.ladder")
+    parser.add_argument("name", help="name of the result files")
+    parser.add_argument("--recipe", required=True)
+    parser.add_argument("--lengths", nargs="+", required=True, help="training.seq_len, growing")
+    parser.add_argument("--base", action="append", help="LABEL=override ..., a row of its own")
+    parser.add_argument("--add", action="append", help="LABEL=override ..., on top of earlier ones")
+    parser.add_argument("--steps", type=int, default=4, help="steps of each run (default: 4)")
+    parser.add_argument("--ngpu", type=int, help="ranks (default: the recipe's)")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--limit", type=int, default=400, help="seconds allowed to a cell")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
