@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed.activation_checkpoint import FullAC
 
 from components.core.base import Component, MemoryTerm, Target
+from components.recompute.terms import hidden_states
 from components.titan.plan import RunPlan
 
 if TYPE_CHECKING:
@@ -33,14 +33,9 @@ class FullRecompute(Component):
 
     def memory_terms(self, recipe: "Recipe", target: Target) -> list[MemoryTerm]:
         """The hidden states between layers, which are kept for backward."""
-        width = recipe.model.hidden_width
-        if width is None:
+        if recipe.model.hidden_width is None:
             return []
-        parallel, training = recipe.parallelism, recipe.training
-        split = parallel.context_parallel_degree * parallel.tensor_parallel_degree
-        tokens = training.local_batch_size * training.seq_len // split
-        nbytes = TORCH_DTYPE_MAP[training.mixed_precision_param].itemsize
-        size = tokens * recipe.model.n_layers * width * nbytes
+        size = hidden_states(recipe, recipe.model.n_layers)
         return [MemoryTerm("hidden states between layers, kept for backward", size)]
 
     def apply(self, plan: RunPlan) -> None:

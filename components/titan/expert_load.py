@@ -6,6 +6,8 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 
+from components.recompute.tape import recomputing
+
 _RECOMPUTED = "_checkpoint_wrapped_module."
 
 
@@ -77,9 +79,9 @@ class ExpertLoad:
 
 
 class _Calls:
-    """How often a layer ran, for every time it ran outside of backward.
+    """How often a layer counted its tokens, for every time it ran outside of backward.
 
-    A layer counts its tokens again when it is recomputed; one that no gradient passes is not.
+    torchtitan's recomputation makes it count again, unless no gradient passes the layer.
     """
 
     def __init__(self, layer: nn.Module) -> None:
@@ -87,6 +89,9 @@ class _Calls:
         layer.register_forward_pre_hook(self._called)
 
     def _called(self, *unused: Any) -> None:
+        if recomputing():
+            # It counts into nothing: see ``components.titan.counting``.
+            return
         self._all += 1
         self._first += not in_backward()
 
