@@ -7,7 +7,6 @@ from torchtitan.components.optimizer import LRSchedulersContainer
 from torchtitan.config.configs import (
     CommConfig,
     CompileConfig,
-    DebugConfig,
     ParallelismConfig,
     TrainingConfig,
 )
@@ -17,6 +16,7 @@ from components.core.registry import settings_class
 from components.core.units import Bytes, Count
 from components.models.settings import ModelSettings
 from components.titan.checkpoint import RunCheckpoints
+from components.titan.debug import DebugSettings
 from components.titan.metrics import RunMetrics
 from components.titan.optimizer import AdamWSettings
 from data.corpus import CorpusSettings
@@ -41,6 +41,10 @@ class Hardware:
 
     memory: Bytes | None = None
     """Memory of one device, for `make check`; null: not compared with anything."""
+
+    host_memory: Bytes | None = None
+    """Main memory of one machine, for what its ranks keep there; null: not compared before a run
+    starts on the machine itself."""
 
     def __post_init__(self) -> None:
         if self.ranks_per_node < 1:
@@ -82,7 +86,7 @@ class Recipe:
     compile: CompileConfig = field(default_factory=CompileConfig)
     comm: CommConfig = field(default_factory=CommConfig)
     profiler: Profiler.Config = field(default_factory=Profiler.Config)
-    debug: DebugConfig = field(default_factory=DebugConfig)
+    debug: DebugSettings = field(default_factory=DebugSettings)
     launch: LaunchSettings = field(default_factory=LaunchSettings)
 
     output_dir: str = "outputs"
