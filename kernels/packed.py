@@ -32,7 +32,7 @@ def bound_tensors(
     return _bound_tensors(lengths, device, torch.is_inference_mode_enabled())
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=128)
 def _bound_tensors(
     lengths: tuple[int, ...], device: torch.device, inference: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:

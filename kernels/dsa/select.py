@@ -75,13 +75,20 @@ class Window(NamedTuple):
     p1: int
 
 
-def windows(lengths: tuple[int, ...], size: int, bytes_per_pair: int) -> Iterator[Window]:
-    """Cut all queries into windows whose pairs of query and pool stay within a budget of memory.
+def windows(
+    lengths: tuple[int, ...],
+    size: int,
+    bytes_per_pair: int,
+    begin: int = 0,
+    stop: int | None = None,
+) -> Iterator[Window]:
+    """Cut queries into windows whose pairs of query and pool stay within a budget of memory.
 
     Args:
         lengths: tokens of the documents.
         size: tokens per pool.
         bytes_per_pair: memory per query and pool.
+        begin, stop: which queries, by default all.
     """
     begins = bounds(lengths)
     earlier = bounds(tuple(length // size for length in lengths))
@@ -92,8 +99,7 @@ def windows(lengths: tuple[int, ...], size: int, bytes_per_pair: int) -> Iterato
         base = earlier[document]
         return base, base + (token + 1 - begins[document]) // size
 
-    total = begins[-1]
-    begin = 0
+    total = begins[-1] if stop is None else stop
     while begin < total:
         first_pool = before(begin)[0]
         end = min(total, begin + _MAX_QUERIES)
@@ -117,6 +123,7 @@ def select_pools(
     size: int,
     count: int,
     scale: float,
+    begin: int = 0,
 ) -> torch.Tensor:
     """Choose the ``count`` best complete pools of each query's document.
 
@@ -125,18 +132,19 @@ def select_pools(
     Source: DeepSeek-V3.2, arXiv 2512.02556, section 2.1, over pools instead of tokens.
 
     Args:
-        queries: (T, heads, d).
-        weights: (T, heads) float32, signed.
+        queries: (Q, heads, d), of consecutive tokens, by default of all.
+        weights: (Q, heads) float32, signed.
         keys: (P, d) of all pools, numbered as ``pools``.
         pools: which tokens and documents they belong to.
-        position: int64 (T,), distance from the start of the document.
+        position: int64 (Q,), distance from the start of the document.
         lengths: tokens of the documents.
         size: tokens per pool.
         count: pools to choose, >= 1.
         scale: factor on every product of query and key.
+        begin: the first query's token, in the batch.
 
     Returns:
-        int32 (T, min(count, most pools of any document)): pools numbered from their document's
+        int32 (Q, min(count, most pools of any document)): pools numbered from their document's
         start, ascending, then -1.
     """
     width = min(count, max(lengths) // size)
@@ -145,13 +153,15 @@ def select_pools(
         return chosen
     keys = keys.to(accumulation_dtype(keys.dtype))
     # Beside the heads' products: ranks and counts of the selection, up to 24 bytes per pair.
-    for q0, q1, p0, p1 in windows(lengths, size, 4 * queries.shape[1] + 24):
+    bytes_per_pair = 4 * queries.shape[1] + 24
+    for q0, q1, p0, p1 in windows(lengths, size, bytes_per_pair, begin, begin + len(queries)):
         if p1 == p0:
             continue
+        rows = slice(q0 - begin, q1 - begin)
         first = pools.before[q0:q1] - p0
-        open_until = first + (position[q0:q1] + 1) // size
+        open_until = first + (position[rows] + 1) // size
         column = torch.arange(p1 - p0, device=queries.device)
         allowed = (column >= first.unsqueeze(1)) & (column < open_until.unsqueeze(1))
-        scores = pool_scores(queries[q0:q1], weights[q0:q1], keys[p0:p1], scale)
-        chosen[q0:q1] = _compact(best_pools(scores, allowed, count), first, width)
+        scores = pool_scores(queries[rows], weights[rows], keys[p0:p1], scale)
+        chosen[rows] = _compact(best_pools(scores, allowed, count), first, width)
     return chosen

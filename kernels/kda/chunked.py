@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from kernels.kda import chunks
-from kernels.kda.inputs import check_arguments, steepness
+from kernels.kda.inputs import check_arguments, check_state, steepness
 from kernels.kda.segments import Segment, segments
 from kernels.precision import accumulation_dtype
 
@@ -18,33 +18,46 @@ SEGMENT = 64
 
 
 class _ChunkedKda(torch.autograd.Function):
-    """Arguments: lengths, lower bound, then q, k, v, raw_gate, beta (T, H, 1), A_log, dt_bias."""
+    """Arguments: lengths, lower bound, state or None, then q, k, v, raw_gate, beta (T, H, 1),
+    A_log, dt_bias. Results: the output, and the state that the last token leaves."""
 
     @staticmethod
     def forward(
-        ctx: Any, lengths: tuple[int, ...], lower_bound: float, *tensors: torch.Tensor
-    ) -> torch.Tensor:
+        ctx: Any,
+        lengths: tuple[int, ...],
+        lower_bound: float,
+        state: torch.Tensor | None,
+        *tensors: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         q, _, v = tensors[:3]
         dtype = accumulation_dtype(q.dtype)
-        state = q.new_zeros(*q.shape[1:], v.shape[-1], dtype=dtype)
+        ctx.continued = state is not None
+        if state is None:
+            state = q.new_zeros(*q.shape[1:], v.shape[-1], dtype=dtype)
         out, states = v.new_empty(v.shape), []
-        for segment in segments(lengths, chunks.CHUNK, SEGMENT, q.device):
+        for segment in segments(lengths, chunks.CHUNK, SEGMENT, q.device, ctx.continued):
             states.append(state)
             prepared = chunks.prepare(_inputs(segment, tensors, lower_bound, dtype))
             rows, state = chunks.forward(prepared, state, segment.fresh)
             segment.unpack(rows, out)
         ctx.save_for_backward(*tensors, torch.stack(states))
+        ctx.set_materialize_grads(False)
         ctx.lengths, ctx.lower_bound = lengths, lower_bound
-        return out
+        return out, state
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(
+        ctx: Any, grad_out: torch.Tensor | None, grad_state: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
         *tensors, states = ctx.saved_tensors
+        if grad_out is None:
+            grad_out = torch.zeros_like(tensors[2])
+        if grad_state is None:
+            grad_state = torch.zeros_like(states[0])
         grads = [x.new_empty(x.shape) for x in tensors[:5]]
         totals = [torch.zeros_like(x, dtype=states.dtype) for x in tensors[5:]]
-        grad_state = torch.zeros_like(states[0])
-        cut = list(segments(ctx.lengths, chunks.CHUNK, SEGMENT, grad_out.device))
+        cut = list(segments(ctx.lengths, chunks.CHUNK, SEGMENT, grad_out.device, ctx.continued))
         with torch.autocast(grad_out.device.type, enabled=False):
             for segment, state in zip(reversed(cut), reversed(states.unbind()), strict=True):
                 inputs = _inputs(segment, tensors, ctx.lower_bound, states.dtype)
@@ -56,7 +69,7 @@ class _ChunkedKda(torch.autograd.Function):
                 for part, total in zip(shared, totals, strict=True):
                     total += part
         cast = [total.to(x.dtype) for total, x in zip(totals, tensors[5:], strict=True)]
-        return None, None, *grads, *cast
+        return None, None, grad_state if ctx.continued else None, *grads, *cast
 
 
 def _inputs(
@@ -69,6 +82,7 @@ def _inputs(
         steepness=steepness(A_log, dtype).view(-1, 1, 1),
         bias=dt_bias.to(dtype).view(len(A_log), 1, -1),
         lower_bound=lower_bound,
+        used=segment.used(dtype),
     )  # fmt: skip
 
 
@@ -110,8 +124,44 @@ def kda(
     Raises:
         ValueError: shapes, lengths or the bound do not fit.
     """
+    arguments = q, k, v, raw_gate, beta, A_log, dt_bias, lengths
+    return kda_piece(*arguments, None, lower_bound=lower_bound)[0]
+
+
+def kda_piece(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    raw_gate: torch.Tensor,
+    beta: torch.Tensor,
+    A_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    lengths: tuple[int, ...],
+    state: torch.Tensor | None,
+    *,
+    lower_bound: float,
+    carries: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """``kda`` over a piece of a longer sequence, which may be cut inside a document.
+
+    Pieces that hand on their states equal the whole up to rounding, gradients included.
+
+    Args:
+        lengths: tokens of each document in this piece.
+        state: (H, dk, dv) in full precision, what the piece before left, if the first document
+            began there; None where it begins here.
+        carries: whether the last document goes on in the next piece.
+
+    The other arguments and the errors are those of ``kda``.
+
+    Returns:
+        o, (T, H, dv) in v's dtype; and the state after the last token, shaped and typed as
+        ``state``, or None where nothing is carried. Gradients pass through both states.
+    """
     check_arguments(q, k, v, raw_gate, beta, A_log, dt_bias, lengths, lower_bound)
+    check_state(state, q, v)
     with torch.autocast(q.device.type, enabled=False):
-        return _ChunkedKda.apply(
-            lengths, lower_bound, q, k, v, raw_gate, beta.unsqueeze(-1), A_log, dt_bias
+        out, left = _ChunkedKda.apply(
+            lengths, lower_bound, state, q, k, v, raw_gate, beta.unsqueeze(-1), A_log, dt_bias
         )
+    return out, left if carries else None

@@ -32,7 +32,8 @@ class Inputs(NamedTuple):
     """n chunks of H heads, all of one dtype (float32 or float64).
 
     q, k, raw_gate: (n, H, CHUNK, dk); v: (n, H, CHUNK, dv); beta: (n, H, CHUNK, 1);
-    steepness: (H, 1, 1), exp(A_log); bias: (H, 1, dk).
+    steepness: (H, 1, 1), exp(A_log); bias: (H, 1, dk); used: (n, 1, CHUNK, 1), zero in padding,
+    where nothing may decay, or None.
     """
 
     q: torch.Tensor
@@ -43,6 +44,7 @@ class Inputs(NamedTuple):
     steepness: torch.Tensor
     bias: torch.Tensor
     lower_bound: float
+    used: torch.Tensor | None = None
 
 
 class Chunks(NamedTuple):
@@ -91,6 +93,8 @@ def prepare(x: Inputs) -> Chunks:
     q, k = x.q * q_scale, x.k * k_scale
     shifted = x.raw_gate + x.bias
     gate = (x.steepness * shifted).sigmoid_().mul_(x.lower_bound)
+    if x.used is not None:
+        gate.mul_(x.used)
     lifted = gate.cumsum(-2).exp_().mul_(factor)
     query, key, stored = q * lifted, k * lifted, k / lifted
     probe = x.beta * key

@@ -6,7 +6,7 @@ Where it finds TileLang and nvcc, fla runs one of its backward kernels in TileLa
 import torch
 
 from kernels.fla_package import refuse_other_than, switch_off_flash_kda
-from kernels.kda.inputs import check_arguments
+from kernels.kda.inputs import check_arguments, check_state
 from kernels.packed import bound_tensors
 
 NARROWEST, WIDEST = 16, 256
@@ -41,14 +41,78 @@ def kda(
     float dtypes of their own. All seven tensors get gradients, in their own dtypes; those of A_log
     and dt_bias are summed in float32.
     """
+    arguments = q, k, v, raw_gate, beta, A_log, dt_bias, lengths
+    return kda_piece(*arguments, None, lower_bound=lower_bound)[0]
+
+
+def kda_piece(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    raw_gate: torch.Tensor,
+    beta: torch.Tensor,
+    A_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    lengths: tuple[int, ...],
+    state: torch.Tensor | None,
+    *,
+    lower_bound: float,
+    carries: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """See ``kernels.kda.chunked.kda_piece``: the same function up to rounding, as for ``kda``.
+
+    A document that is cut goes into a call of its own: the kernels hold a state for each document
+    of a call that takes or returns states, and there may be thousands of short ones.
+    """
     check_arguments(q, k, v, raw_gate, beta, A_log, dt_bias, lengths, lower_bound)
+    check_state(state, q, v)
     refuse_other_than(q=q, k=k, v=v)
     check_width(q.shape[-1])
     switch_off_flash_kda()
+    calls = split_calls(lengths, state is not None, carries)
+    whole, tokens = (q, k, v, raw_gate, beta), [sum(call) for call in calls]
+    # A split of one part would cost a copy of every gradient.
+    rows = [(x,) if len(calls) == 1 else x.split(tokens) for x in whole]
+    last, outputs, left = len(calls) - 1, [], None
+    for number, call in enumerate(calls):
+        out, left = _chunk_kda(
+            [x[number] for x in rows],
+            A_log,
+            dt_bias,
+            call,
+            state if number == 0 else None,
+            lower_bound,
+            carries and number == last,
+        )
+        outputs.append(out)
+    return outputs[0] if last == 0 else torch.cat(outputs), left
+
+
+def split_calls(lengths: tuple[int, ...], continued: bool, carries: bool) -> list[tuple[int, ...]]:
+    """Documents that go into one call each: the one that goes on from a state, those that are
+    whole, the one that hands on a state. Without states everything is one call."""
+    if len(lengths) == 1:
+        return [lengths]
+    first, last = int(continued), len(lengths) - int(carries)
+    return [part for part in (lengths[:first], lengths[first:last], lengths[last:]) if part]
+
+
+def _chunk_kda(
+    rows: list[torch.Tensor],
+    A_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    lengths: tuple[int, ...],
+    state: torch.Tensor | None,
+    lower_bound: float,
+    carries: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """One call; ``rows`` are q, k, v, raw_gate and beta. Where there are states, ``lengths`` is of
+    one document."""
     from fla.ops.kda import chunk_kda
 
+    q, k, v, raw_gate, beta = rows
     device_bounds, host_bounds = bound_tensors(lengths, q.device)
-    out, _ = chunk_kda(
+    out, left = chunk_kda(
         q=q.unsqueeze(0),
         k=k.unsqueeze(0),
         v=v.unsqueeze(0),
@@ -58,6 +122,8 @@ def kda(
         A_log=A_log,
         dt_bias=dt_bias,
         scale=q.shape[-1] ** -0.5,
+        initial_state=None if state is None else state.unsqueeze(0),
+        output_final_state=carries,
         use_qk_l2norm_in_kernel=True,
         use_gate_in_kernel=True,
         safe_gate=True,
@@ -65,4 +131,4 @@ def kda(
         cu_seqlens=device_bounds,
         cu_seqlens_cpu=host_bounds,
     )
-    return out.squeeze(0)
+    return out.squeeze(0), left.squeeze(0) if carries else None

@@ -5,6 +5,7 @@ import math
 import torch
 
 from kernels.packed import check_lengths
+from kernels.precision import accumulation_dtype
 
 LOWEST_BOUND = -5.0
 """Over 16 tokens a log decay of -5 each spans e^80, and float32 ends at e^88."""
@@ -45,6 +46,18 @@ def check_arguments(
                 f"{name}: shape {tuple(tensor.shape)}; legal beside q of {tuple(q.shape)}: {shape}"
             )
     check_lengths(lengths, tokens)
+
+
+def check_state(state: torch.Tensor | None, q: torch.Tensor, v: torch.Tensor) -> None:
+    """Raise ValueError unless ``state`` is None or one that these q and v can go on from."""
+    if state is None:
+        return
+    shape, dtype = (*q.shape[1:], v.shape[-1]), accumulation_dtype(q.dtype)
+    if tuple(state.shape) != shape or state.dtype != dtype:
+        raise ValueError(
+            f"state: shape {tuple(state.shape)} of {state.dtype}; legal beside q of "
+            f"{tuple(q.shape)} and v of {tuple(v.shape)}: {shape} of {dtype}, or None"
+        )
 
 
 def steepness(A_log: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

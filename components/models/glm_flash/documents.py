@@ -1,6 +1,6 @@
 """Where documents begin in a batch of packed rows: the one object every mixer is given."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -30,6 +30,13 @@ class Documents:
         if size not in self._pools:
             self._pools[size] = find_pools(self.lengths, size, self.start.device)
         return self._pools[size]
+
+    def rows(self, begin: int, stop: int) -> "Documents":
+        """The same documents, asked about by the tokens ``begin`` to ``stop`` - 1 alone.
+
+        ``position`` and ``start`` are theirs, lengths and pools those of the whole batch.
+        """
+        return replace(self, position=self.position[begin:stop], start=self.start[begin:stop])
 
     @staticmethod
     def from_positions(positions: torch.Tensor) -> "Documents":

@@ -6,7 +6,7 @@ from torchtitan.config import derive, override
 
 from components.models.glm_flash.kda import KdaCore
 from components.models.glm_flash.short_conv import ShortConv
-from kernels.kda.fla import kda
+from kernels.kda.fla import kda, kda_piece
 from kernels.short_conv.fla import short_conv
 
 
@@ -18,6 +18,7 @@ class FlaKdaCore(KdaCore):
         pass
 
     kernel = staticmethod(kda)
+    piece_kernel = staticmethod(kda_piece)
 
 
 class FlaShortConv(ShortConv):

@@ -14,6 +14,7 @@ from torchtitan.models.common.nn_modules import LayerNorm
 from torchtitan.protocols.module import Module
 
 from components.models.glm_flash.documents import Documents
+from components.recompute.tape import choice
 from kernels.dsa.pooling import Pools, pool_keys
 from kernels.dsa.select import select_pools
 from kernels.precision import accumulation_dtype
@@ -83,23 +84,32 @@ class Indexer(Module):
         Returns:
             int32 (T, n): pools counted from the document's start, ascending, then -1.
         """
-        return self.choose(self.prepare(x, query_latent, documents), documents)
+        return choice(lambda: self.choose(self.prepare(x, query_latent, documents), documents))
 
     def prepare(
         self, x: torch.Tensor, query_latent: torch.Tensor, documents: Documents
     ) -> IndexerInputs:
         """Queries, their weights, and the pooled keys; differentiable in all seven parameters."""
+        queries, weights = self.queries(x, query_latent)
+        pools = documents.pools(self.config.kpool)
+        return IndexerInputs(queries, weights, self.keys(x, pools), pools)
+
+    def queries(
+        self, x: torch.Tensor, query_latent: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See ``IndexerInputs``."""
         heads = self.config.heads
         queries = self.wq_b(query_latent).unflatten(-1, (heads, -1))
         weights = self.weights_proj(x)
-        weights = weights.to(accumulation_dtype(x.dtype)) * heads**-0.5
-        pools = documents.pools(self.config.kpool)
-        gates = F.linear(x, self.compress_gate)
-        keys = pool_keys(self.k_norm(self.wk(x)), gates, self.compress_ape, pools.first)
-        return IndexerInputs(queries, weights, keys, pools)
+        return queries, weights.to(accumulation_dtype(x.dtype)) * heads**-0.5
 
-    def choose(self, inputs: IndexerInputs, documents: Documents) -> torch.Tensor:
-        """See ``kernels.dsa.select.select_pools``."""
+    def keys(self, x: torch.Tensor, pools: Pools) -> torch.Tensor:
+        """See ``IndexerInputs``."""
+        gates = F.linear(x, self.compress_gate)
+        return pool_keys(self.k_norm(self.wk(x)), gates, self.compress_ape, pools.first)
+
+    def choose(self, inputs: IndexerInputs, documents: Documents, begin: int = 0) -> torch.Tensor:
+        """See ``kernels.dsa.select.select_pools``; ``documents`` as the queries see them."""
         return select_pools(
             inputs.queries,
             inputs.weights,
@@ -110,4 +120,5 @@ class Indexer(Module):
             size=self.config.kpool,
             count=self.config.topk // self.config.kpool,
             scale=self.config.scale,
+            begin=begin,
         )

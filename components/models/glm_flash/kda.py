@@ -16,7 +16,7 @@ from torchtitan.protocols.module import Module
 from components.models.glm_flash.documents import Documents
 from components.models.glm_flash.norms import GatedRMSNorm
 from components.models.glm_flash.short_conv import ShortConv
-from kernels.kda.chunked import kda
+from kernels.kda.chunked import kda, kda_piece
 
 
 class KdaCore(Module):
@@ -30,6 +30,11 @@ class KdaCore(Module):
 
     kernel: ClassVar[Callable[..., torch.Tensor]] = staticmethod(kda)
     """What computes it: a function like ``kernels.kda.chunked.kda``."""
+
+    piece_kernel: ClassVar[Callable[..., tuple[torch.Tensor, torch.Tensor | None]]] = staticmethod(
+        kda_piece
+    )
+    """The same for a piece of the tokens: a function like ``kernels.kda.chunked.kda_piece``."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -53,6 +58,23 @@ class KdaCore(Module):
         return self.kernel(
             q, k, v, raw_gate, beta, self.A_log, self.dt_bias, documents.lengths,
             lower_bound=self.lower_bound,
+        )  # fmt: skip
+
+    def piece(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        raw_gate: torch.Tensor,
+        beta: torch.Tensor,
+        lengths: tuple[int, ...],
+        state: torch.Tensor | None,
+        carries: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """``forward`` for a piece of the tokens; see ``kernels.kda.chunked.kda_piece``."""
+        return self.piece_kernel(
+            q, k, v, raw_gate, beta, self.A_log, self.dt_bias, lengths, state,
+            lower_bound=self.lower_bound, carries=carries,
         )  # fmt: skip
 
 
@@ -93,14 +115,33 @@ class KDA(Module):
     def forward(self, x: torch.Tensor, documents: Documents) -> torch.Tensor:
         """(B, L, D) -> (B, L, D)."""
         flat = x.flatten(0, 1)
-        q = self._heads(self.q_conv(self.q_proj(flat), documents))
-        k = self._heads(self.k_conv(self.k_proj(flat), documents))
-        v = self._heads(self.v_conv(self.v_proj(flat), documents))
-        raw_gate = self._heads(self.f_b_proj(self.f_a_proj(flat)))
-        beta = self.b_proj(flat).sigmoid()
+        q, k, v = self.convolved(flat, documents)
+        raw_gate, beta = self.gates(flat)
         out = self.core(q, k, v, raw_gate, beta, documents)
-        gate = self._heads(self.g_b_proj(self.g_a_proj(flat)))
-        return self.o_proj(self.o_norm(out, gate).flatten(1)).view_as(x)
+        return self.project(out, flat).view_as(x)
+
+    def convolved(
+        self, x: torch.Tensor, documents: Documents
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(T, D) -> queries, keys and values, (T, heads, head_dim) each."""
+        return (
+            self._heads(self.convolve(self.q_conv, self.q_proj(x), documents)),
+            self._heads(self.convolve(self.k_conv, self.k_proj(x), documents)),
+            self._heads(self.convolve(self.v_conv, self.v_proj(x), documents)),
+        )
+
+    def convolve(self, conv: ShortConv, x: torch.Tensor, documents: Documents) -> torch.Tensor:
+        """(T, channels) -> (T, channels)."""
+        return conv(x, documents)
+
+    def gates(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(T, D) -> raw decay gate (T, heads, head_dim) and beta (T, heads)."""
+        return self._heads(self.f_b_proj(self.f_a_proj(x))), self.b_proj(x).sigmoid()
+
+    def project(self, out: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """The core's output (T, heads, head_dim), gated by the mixer's input (T, D) -> (T, D)."""
+        gate = self._heads(self.g_b_proj(self.g_a_proj(x)))
+        return self.o_proj(self.o_norm(out, gate).flatten(1))
 
     def _heads(self, x: torch.Tensor) -> torch.Tensor:
         return x.unflatten(-1, (-1, self.head_dim))

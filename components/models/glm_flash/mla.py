@@ -13,6 +13,7 @@ from torchtitan.protocols.module import Module
 from components.models.glm_flash.documents import Documents
 from components.models.glm_flash.indexer import Indexer
 from components.models.glm_flash.indexer_loss import IndexerLoss
+from components.recompute.tape import choice
 from kernels.dsa.sparse_mla import sparse_mla
 
 
@@ -92,9 +93,8 @@ class SparseMLA(Module):
     def forward(self, x: torch.Tensor, documents: Documents) -> torch.Tensor:
         """(B, L, D) -> (B, L, D)."""
         flat = x.flatten(0, 1)
-        query_latent = self.q_a_norm(self.q_a_proj(flat))
-        q = self.q_b_proj(query_latent).unflatten(-1, (-1, self.head_dim))
-        latent = self.kv_a_norm(self.kv_a_proj(flat))
+        query_latent, q = self.queries(flat)
+        latent = self.latent(flat)
         kv_b = self.kv_b_proj.weight
         if self.indexer_loss is None or not (self.training and torch.is_grad_enabled()):
             chosen = self.indexer(flat, query_latent, documents)
@@ -102,7 +102,16 @@ class SparseMLA(Module):
         else:
             # Detached: the loss trains the indexer and nothing before it.
             inputs = self.indexer.prepare(flat.detach(), query_latent.detach(), documents)
-            chosen = self.indexer.choose(inputs, documents)
+            chosen = choice(lambda: self.indexer.choose(inputs, documents))
             out = self.core(q, latent, kv_b, chosen, documents)
             out = self.indexer_loss(out, inputs, q, latent, kv_b, chosen, documents)
         return self.o_proj(out.flatten(1)).view_as(x)
+
+    def queries(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(T, D) -> query latent, normalised (T, q_lora_rank), and queries (T, heads, head_dim)."""
+        query_latent = self.q_a_norm(self.q_a_proj(x))
+        return query_latent, self.q_b_proj(query_latent).unflatten(-1, (-1, self.head_dim))
+
+    def latent(self, x: torch.Tensor) -> torch.Tensor:
+        """(T, D) -> the latent of keys and values, normalised (T, kv_lora_rank)."""
+        return self.kv_a_norm(self.kv_a_proj(x))

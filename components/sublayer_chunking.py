@@ -1,0 +1,159 @@
+"""Mixers and dense feed-forward parts that hold a piece of the tokens at a time."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torchtitan.config import TORCH_DTYPE_MAP
+
+from components.core.base import Component, MemoryTerm, Target
+from components.core.problems import Problem, nearest_multiples
+from components.core.units import Tokens
+from components.models.glm_flash.chunked.overrides import (
+    chunked_dsa,
+    chunked_feed_forward,
+    chunked_kda,
+    chunked_shared_expert,
+)
+from components.models.glm_flash.settings import GlmFlashModel
+from components.recompute.terms import local_tokens
+from components.titan.plan import RunPlan
+
+if TYPE_CHECKING:
+    from components.core.recipe import Recipe
+
+_UNIT = 64
+"""Tokens that KDA's kernels compute together."""
+
+_FLOAT32 = 4
+"""Bytes of a number of KDA's states."""
+
+_FACTORIES = {
+    "kda": chunked_kda,
+    "dsa": chunked_dsa,
+    "feed_forward": chunked_feed_forward,
+    "shared_expert": chunked_shared_expert,
+}
+
+
+class SublayerChunking(Component):
+    """Bound what one layer needs while it is differentiated, whatever the sequence length.
+
+    Each chosen part keeps its input alone. In backward it runs once more, ``chunk_tokens`` tokens
+    at a time, last tokens first, and what a chunk needs is gone before the next begins. Exact up to
+    rounding: KDA hands its state from chunk to chunk, attention reads all keys, gradients of
+    parameters are summed in float32.
+
+    A part runs twice per step, as under plain recomputation. With ``components.layer_recompute`` it
+    runs twice as well: the recomputed layer takes the part's kept output. Routed experts are not
+    touched.
+    """
+
+    name = "sublayer_chunking"
+    summary = "KDA, sparse attention and dense SwiGLU in chunks of tokens, forward and backward"
+    source = "Reformer, arXiv 2001.04451, section 3; nested recomputation, arXiv 1604.06174"
+    relieves = "activations"
+    # It would run each part a third time: it knows no kept outputs.
+    excludes = ("full_recompute",)
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Component.Config):
+        chunk_tokens: Tokens = 16384
+        """Tokens of one rank that a part works on at a time; a multiple of 64, less than the rank
+        holds. Fewer need less memory and give smaller matrix products."""
+
+        kda: bool = True
+        """KDA mixers: projections, convolutions, recurrence and norm."""
+
+        dsa: bool = True
+        """Sparse attention mixers, by queries; not beside components.indexer_training."""
+
+        feed_forward: bool = True
+        """SwiGLU of the dense layers."""
+
+        shared_expert: bool = False
+        """SwiGLU of the expert that every token visits; a sixth of a dense layer's width in
+        GLM-5.3-Flash, so there is little to gain."""
+
+        def __post_init__(self) -> None:
+            if self.chunk_tokens < _UNIT or self.chunk_tokens % _UNIT:
+                raise ValueError(
+                    f"chunk_tokens is {self.chunk_tokens}; it must be a multiple of {_UNIT}, e.g. "
+                    f"{nearest_multiples(self.chunk_tokens, _UNIT)}"
+                )
+
+    config: Config
+
+    def check(self, recipe: "Recipe", target: Target) -> Iterator[Problem]:
+        if not isinstance(recipe.model, GlmFlashModel):
+            yield Problem(
+                f"{self.path}.enabled",
+                "true needs a model whose parts can be cut; torchtitan's own layers cannot",
+                "use a glm_flash model, or leave it out",
+            )
+            return
+        tokens = local_tokens(recipe)
+        if self.config.chunk_tokens >= tokens:
+            yield Problem(
+                f"{self.path}.chunk_tokens",
+                f"{self.config.chunk_tokens} is all of the {tokens} tokens that one rank holds "
+                f"(training.local_batch_size {recipe.training.local_batch_size} x training.seq_len "
+                f"{recipe.training.seq_len}), which saves nothing",
+                f"use a multiple of {_UNIT} below {tokens}, or {self.path}.enabled=false",
+            )
+        counts = _counts(recipe.model)
+        if not any(self._wanted(counts).values()):
+            there = ", ".join(f"{self.path}.{name}" for name, count in counts.items() if count)
+            yield Problem(
+                f"{self.path}.enabled",
+                "true with no part to cut saves nothing",
+                f"switch on one of {there}; or {self.path}.enabled=false",
+            )
+        if self.config.dsa and counts["dsa"] and recipe.components.indexer_training.enabled:
+            yield Problem(
+                f"{self.path}.dsa",
+                "true cannot be combined with components.indexer_training, whose loss reads all "
+                "queries of a layer at once",
+                f"{self.path}.dsa=false, or components.indexer_training.enabled=false",
+            )
+
+    def apply(self, plan: RunPlan) -> None:
+        assert isinstance(plan.recipe.model, GlmFlashModel)
+        for name, count in self._wanted(_counts(plan.recipe.model)).items():
+            if count:
+                plan.override(self.name, _FACTORIES[name], chunk_tokens=self.config.chunk_tokens)
+
+    def memory_terms(self, recipe: "Recipe", target: Target) -> list[MemoryTerm]:
+        """What a recomputed layer takes instead of running a part again."""
+        recompute, model = recipe.components.layer_recompute, recipe.model
+        if not recompute.enabled:
+            return []
+        assert isinstance(model, GlmFlashModel)
+        tokens, wanted = local_tokens(recipe), self._wanted(_counts(model))
+        # Sub-layers' outputs, where they are kept anyway, are the parts' but for shared experts'.
+        parts = wanted["shared_expert"] if recompute.keep_sublayers else sum(wanted.values())
+        itemsize = TORCH_DTYPE_MAP[recipe.training.mixed_precision_param].itemsize
+        cuts = (tokens - 1) // self.config.chunk_tokens
+        state = model.kda_heads * model.kda_head_dim**2 * _FLOAT32
+        sizes = {
+            "outputs of chunked parts, kept for recomputed layers": (
+                parts * tokens * model.dim * itemsize
+            ),
+            "states of KDA between chunks, kept for backward": wanted["kda"] * cuts * state,
+        }
+        return [MemoryTerm(name, size) for name, size in sizes.items() if size]
+
+    def _wanted(self, counts: dict[str, int]) -> dict[str, int]:
+        """Parts of each kind that are cut."""
+        return {name: n if getattr(self.config, name) else 0 for name, n in counts.items()}
+
+
+def _counts(model: GlmFlashModel) -> dict[str, int]:
+    """Parts of each kind that there are, by the name of their switch."""
+    shared = model.n_layers - model.n_dense_layers if model.n_shared_experts else 0
+    return {
+        "kda": model.layer_types.count("kda"),
+        "dsa": model.layer_types.count("dsa"),
+        "feed_forward": model.n_dense_layers,
+        "shared_expert": shared,
+    }
