@@ -5,46 +5,58 @@ from typing import Any
 import torch
 
 from kernels.precision import accumulation_dtype
+from kernels.row_blocks import row_blocks
 
 
 def weighted_sum_reference(
     rows: torch.Tensor, place: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
-    """The definition, as autograd would run it; see ``weighted_sum``."""
+    """The definition; autograd keeps (T, K, D) in full precision. See ``weighted_sum``."""
     wide = accumulation_dtype(rows.dtype)
     picked = rows[place].to(wide) * weights.to(wide).unsqueeze(-1)
     return picked.sum(1).to(rows.dtype)
 
 
 class _WeightedSum(torch.autograd.Function):
-    """One pass per expert of a token, so that no (T, K, D) tensor in full precision exists."""
+    """One pass per expert of a token, a block of tokens at a time."""
 
     @staticmethod
     def forward(
         ctx: Any, rows: torch.Tensor, place: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
         ctx.save_for_backward(rows, place, weights)
-        total = rows.new_zeros(place.shape[0], rows.shape[1], dtype=accumulation_dtype(rows.dtype))
-        for k in range(place.shape[1]):
-            total.addcmul_(rows[place[:, k]].to(total.dtype), weights[:, k, None].to(total.dtype))
-        return total.to(rows.dtype)
+        wide = accumulation_dtype(rows.dtype)
+        out = rows.new_empty(place.shape[0], rows.shape[1])
+        for block in row_blocks(*out.shape):
+            total = torch.zeros_like(out[block], dtype=wide)
+            for k in range(place.shape[1]):
+                picked, weight = rows[place[block, k]].to(wide), weights[block, k, None].to(wide)
+                total.addcmul_(picked, weight)
+            out[block] = total
+        return out
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         rows, place, weights = ctx.saved_tensors
-        wide = grad.to(accumulation_dtype(rows.dtype))
+        wide = accumulation_dtype(rows.dtype)
         # Every row belongs to one pair of token and expert: plain assignment, no sum.
         grad_rows = torch.empty_like(rows)
         grad_weights = torch.empty_like(weights)
-        for k in range(place.shape[1]):
-            at = place[:, k]
-            grad_rows[at] = (wide * weights[:, k, None].to(wide.dtype)).to(rows.dtype)
-            grad_weights[:, k] = (wide * rows[at].to(wide.dtype)).sum(1).to(weights.dtype)
+        for block in row_blocks(*grad.shape):
+            pull = grad[block].to(wide)
+            for k in range(place.shape[1]):
+                at = place[block, k]
+                grad_rows[at] = (pull * weights[block, k, None].to(wide)).to(rows.dtype)
+                grad_weights[block, k] = (pull * rows[at].to(wide)).sum(1).to(weights.dtype)
         return grad_rows, None, grad_weights
 
 
 def weighted_sum(rows: torch.Tensor, place: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """``out[t] = sum_k weights[t, k] * rows[place[t, k]]``, summed in full precision, then rounded.
+
+    Equals the definition up to the order of summation; its gradients are equal to the bit but for
+    that of ``weights``, whose sums over D may be taken in another order.
 
     Args:
         rows: (T * K, D), outputs of the experts, any order.

@@ -4,6 +4,8 @@ from typing import Any
 
 import torch
 
+from kernels.row_blocks import row_blocks
+
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """What sums of ``dtype`` values are kept in: float64 for float64, else float32."""
@@ -14,14 +16,24 @@ def mm_accumulate(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """``a @ b`` for (m, k) and (k, n) of one dtype, returned in ``accumulation_dtype``.
 
     Equals the product of the upcast operands up to the order of summation, because products of two
-    bfloat16 values are exact in float32; on CUDA no upcast copy is made. Not differentiable there.
+    bfloat16 values are exact in float32. No upcast copy of ``a`` is made: CUDA needs none, and
+    elsewhere rows are upcast a block at a time. Not differentiable.
     """
     wide = accumulation_dtype(a.dtype)
     if a.dtype == wide:
         return a @ b
     if a.is_cuda:
         return torch.mm(a, b, out_dtype=wide)
-    return a.to(wide) @ b.to(wide)
+    out, wide_b = a.new_empty(a.shape[0], b.shape[1], dtype=wide), b.to(wide)
+    for block in row_blocks(*a.shape):
+        out[block] = a[block].to(wide) @ wide_b
+    return out
+
+
+def linear_accumulate_reference(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """The definition; autograd keeps the upcast copies. See ``linear_accumulate``."""
+    wide = accumulation_dtype(x.dtype)
+    return x.to(wide) @ weight.to(wide).t()
 
 
 class _LinearAccumulate(torch.autograd.Function):
@@ -33,17 +45,24 @@ class _LinearAccumulate(torch.autograd.Function):
         return mm_accumulate(x, weight.t())
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        grad_x = (grad @ weight.to(grad.dtype)).to(x.dtype) if ctx.needs_input_grad[0] else None
-        grad_w = None
-        if ctx.needs_input_grad[1]:
-            grad_w = (grad.t() @ x.to(grad.dtype)).to(weight.dtype)
-        return grad_x, grad_w
+        wide_weight = weight.to(grad.dtype)
+        grad_x = torch.empty_like(x) if ctx.needs_input_grad[0] else None
+        grad_w = torch.zeros_like(wide_weight) if ctx.needs_input_grad[1] else None
+        for block in row_blocks(*x.shape):
+            if grad_x is not None:
+                grad_x[block] = grad[block] @ wide_weight
+            if grad_w is not None:
+                grad_w += grad[block].t() @ x[block].to(grad.dtype)
+        return grad_x, None if grad_w is None else grad_w.to(weight.dtype)
 
 
 def linear_accumulate(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """``x @ weight.T`` returned unrounded, for logits that decide a selection.
+
+    Equals the definition up to the order of summation, gradients included.
 
     Args:
         x: (T, in), any float dtype.

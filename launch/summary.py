@@ -8,6 +8,8 @@ from components.core.registry import component_types, enabled_components
 from components.models.counts import count_parameters
 from components.titan.batch import sequences_per_pass, sequences_per_step
 
+_RECOMPUTE = ("full_recompute", "layer_recompute")
+
 
 def summarise(recipe: Recipe, target: Target) -> str:
     """A few lines on what the run would be. Allocates nothing."""
@@ -25,7 +27,11 @@ def summarise(recipe: Recipe, target: Target) -> str:
 
 
 def memory_terms(recipe: Recipe, target: Target) -> list[MemoryTerm]:
-    """What one rank needs, as far as it is known before a run. Activations are not estimated."""
+    """What one rank needs, as far as it is known before a run.
+
+    Activations inside layers are estimated for models that say what their layers keep.
+    """
+    activations = _activations(recipe, target)
     total = count_parameters(recipe.model.build_spec()).total
     dims = ParallelDims.from_config(recipe.parallelism, target.ranks)
     nbytes = total * recipe.optimizer.bytes_per_parameter(recipe.training.dtype)
@@ -33,10 +39,27 @@ def memory_terms(recipe: Recipe, target: Target) -> list[MemoryTerm]:
         "parameters, gradients and AdamW moments",
         nbytes * dims.dp_replicate // target.ranks,
         "host" if recipe.training.enable_cpu_offload else "device",
-        "activations, buffers and communication come on top",
+        f"{'' if activations else 'activations, '}buffers and communication come on top",
     )
     enabled = enabled_components(recipe.components)
-    return [state, *(t for component in enabled for t in component.memory_terms(recipe, target))]
+    of_components = (t for component in enabled for t in component.memory_terms(recipe, target))
+    return [state, *of_components, *activations]
+
+
+def _activations(recipe: Recipe, target: Target) -> list[MemoryTerm]:
+    """What layers hold inside; nothing for models that do not say."""
+    working = recipe.model.layer_working_set_bytes(recipe, target.device)
+    kept = recipe.model.layer_saved_bytes(recipe, target.device)
+    if working is None or kept is None:
+        return []
+    if any(component.name in _RECOMPUTE for component in enabled_components(recipe.components)):
+        name = "working set of the layer that needs most, while it is recomputed"
+        return [MemoryTerm(name, max(working), note="at most")]
+    passing = max(max(w - k, 0) for w, k in zip(working, kept, strict=True))
+    return [
+        MemoryTerm("activations inside all layers, kept for backward", sum(kept)),
+        MemoryTerm("temporary tensors of one layer's backward", passing, note="at most"),
+    ]
 
 
 def _term(term: MemoryTerm) -> str:

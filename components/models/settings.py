@@ -80,6 +80,26 @@ class ModelSettings(ABC):
         """List every problem between this model and the rest of its recipe."""
         return []
 
+    def layer_saved_bytes(self, recipe: "Recipe", device: str = "cuda") -> list[int] | None:
+        """What each layer keeps between forward and backward on one rank, its input included, when
+        nothing is recomputed; bytes. None: not known for this model.
+
+        Args:
+            recipe: bound; its components decide what the layers keep.
+            device: "cpu" or "cuda".
+        """
+        return None
+
+    def layer_working_set_bytes(self, recipe: "Recipe", device: str = "cuda") -> list[int] | None:
+        """What each layer needs on one rank, at most, while it is recomputed and differentiated,
+        without its input; bytes. None: not known for this model.
+
+        Args:
+            recipe: bound; its components decide what the layers keep.
+            device: "cpu" or "cuda".
+        """
+        return None
+
     def refuse_problems(self) -> None:
         """Raise one ``ValueError`` that lists everything ``check`` found, if anything."""
         found = self.check()

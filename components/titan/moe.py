@@ -1,6 +1,8 @@
 """torchtitan's mixture-of-experts parts where a model must reach behind their public side."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torchtitan.distributed.spmd_types import current_spmd_mesh, maybe_set_sparse_mesh
@@ -11,7 +13,7 @@ from torchtitan.models.common.token_dispatcher import (
     LocalDispatchMetadata,
 )
 
-from kernels.combine import weighted_sum
+from kernels.combine import weighted_sum_reference
 
 
 class UnroundedDispatcher(AllToAllTokenDispatcher):
@@ -23,6 +25,9 @@ class UnroundedDispatcher(AllToAllTokenDispatcher):
     @dataclass(kw_only=True, slots=True)
     class Config(AllToAllTokenDispatcher.Config):
         pass
+
+    kernel: ClassVar[Callable[..., torch.Tensor]] = staticmethod(weighted_sum_reference)
+    """What sums: a function like ``kernels.combine.weighted_sum``."""
 
     def combine(
         self,
@@ -36,7 +41,7 @@ class UnroundedDispatcher(AllToAllTokenDispatcher):
             rows = self._return_rows(rows, metadata)
         # Rows are sorted by expert; a stable sort by token finds each token's K rows.
         place = metadata.token_indices_experts_sorted_N.argsort(stable=True).view(-1, self.top_k)
-        return weighted_sum(rows, place, metadata.topk_scores_experts_sorted_N[place])
+        return self.kernel(rows, place, metadata.topk_scores_experts_sorted_N[place])
 
     def _return_rows(self, rows: torch.Tensor, metadata: AllToAllDispatchMetadata) -> torch.Tensor:
         rows = self._unpermute(rows, metadata.input_shape, metadata.permuted_indices)

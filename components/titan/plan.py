@@ -87,6 +87,28 @@ class RunPlan:
         target = _target(factory)
         self.config.override.imports.append((target, kwargs) if kwargs else target)
 
+    def swap(self, owner: str, target: type, change: Callable[[Any], Any]) -> None:
+        """Replace parts of the model in its config tree, also inside parts that others override.
+
+        Args:
+            owner: dotted name of the component, or of its key that asks for this.
+            target: type of the parts' configs; subclasses count.
+            change: config of a part -> config of what takes its place.
+
+        Raises:
+            ValueError: no such part in this run, or one that another component replaces.
+        """
+        nodes = list(self.config.traverse(target))
+        if not nodes:
+            raise ValueError(
+                f"components.{owner} replaces no part of model {self.spec.name!r} "
+                f"({target.__qualname__}); legal here: false"
+            )
+        for fqn, config, parent, attribute in nodes:
+            self._claim(fqn, owner)
+            assert attribute is not None
+            _put(parent, attribute, change(config))
+
     def default_override(self, factory: Callable) -> None:
         """Swap the parts that no component replaces; done when all components have been applied."""
         self._defaults.append(factory)

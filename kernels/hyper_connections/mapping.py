@@ -5,10 +5,14 @@ from typing import Any
 import torch
 
 from kernels.precision import accumulation_dtype, mm_accumulate
+from kernels.row_blocks import row_blocks
 
 
 def project_reference(streams: torch.Tensor, fn: torch.Tensor, eps: float) -> torch.Tensor:
-    """The definition: an RMS norm without weight, then a linear map, in full precision."""
+    """The definition: an RMS norm without weight, then a linear map, in full precision.
+
+    Autograd keeps the streams in float32 twice, before and after the norm.
+    """
     x = streams.to(accumulation_dtype(streams.dtype))
     x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
     return x @ fn.to(x.dtype).t()
@@ -27,20 +31,28 @@ class _Project(torch.autograd.Function):
         return z
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dz: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, fn, scale, z = ctx.saved_tensors
-        dx = dfn = None
-        if ctx.needs_input_grad[0]:
-            # d scale / d x = -scale^3 x / width, and z already holds one factor of scale.
-            pull = (z * dz).sum(-1, keepdim=True) * scale.square() / x.shape[-1]
-            dx = torch.addcmul((dz * scale) @ fn.to(dz.dtype), x, pull, value=-1).to(x.dtype)
-        if ctx.needs_input_grad[1]:
-            dfn = ((dz * scale).t() @ x.to(dz.dtype)).to(fn.dtype)
-        return dx, dfn, None
+        scaled, wide_fn = dz * scale, fn.to(dz.dtype)
+        # d scale / d x = -scale^3 x / width, and z already holds one factor of scale.
+        pull = (z * dz).sum(-1, keepdim=True) * scale.square() / x.shape[-1]
+        dx = torch.empty_like(x) if ctx.needs_input_grad[0] else None
+        dfn = torch.zeros_like(wide_fn) if ctx.needs_input_grad[1] else None
+        for block in row_blocks(*x.shape):
+            rows = x[block]
+            if dx is not None:
+                dx[block] = torch.addcmul(scaled[block] @ wide_fn, rows, pull[block], value=-1)
+            if dfn is not None:
+                dfn += scaled[block].t() @ rows.to(dz.dtype)
+        return dx, None if dfn is None else dfn.to(fn.dtype), None
 
 
 def project(streams: torch.Tensor, fn: torch.Tensor, eps: float) -> torch.Tensor:
     """``rms(streams) @ fn.T``, unrounded. Source: mHC, arXiv 2512.24880, section 4.
+
+    Equals the definition up to the order of summation and the place of one factor per row; keeps
+    ``streams`` itself, and runs backward a block of rows at a time.
 
     Args:
         streams: (T, n * D), all streams of a token side by side; any float dtype.

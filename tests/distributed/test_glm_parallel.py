@@ -26,6 +26,10 @@ LAYOUTS = {
         "parallelism.expert_parallel_degree=2",
         "components.full_recompute.enabled=true",
     ],
+    "fsdp2_ep2_trimmed": [
+        "parallelism.expert_parallel_degree=2",
+        "components.precision_trimming.enabled=true",
+    ],
 }
 INDEXERS = ["components.indexer_training.enabled=true", "metrics.expert_load=true"]
 WITH_INDEXERS = {"fsdp2_ep2_indexers": ["parallelism.expert_parallel_degree=2", *INDEXERS]}

@@ -13,6 +13,7 @@ from transformers.models.glm5_next.modeling_glm5_next import (
 )
 
 from components.models.glm_flash.settings import GlmFlashModel
+from components.models.glm_flash.trimmed import trim
 from tests.glm_flash.oracle import Reference, grads_of, load_into, settings_of
 
 
@@ -33,10 +34,18 @@ class Result:
     grads: dict[str, torch.Tensor]
 
 
-def build_native(reference: Reference, **changes: Any) -> nn.Module:
-    """The native model with ``reference``'s values; ``changes`` are of ``GlmFlashModel``'s keys."""
+def build_native(reference: Reference, trimmed: bool = False, **changes: Any) -> nn.Module:
+    """The native model with ``reference``'s values.
+
+    Args:
+        trimmed: whether the sites of ``components.precision_trimming`` are on.
+        changes: of ``GlmFlashModel``'s keys.
+    """
     settings = settings_of(reference.config) | changes
-    native = GlmFlashModel(**settings).build_spec().model.build()
+    config = GlmFlashModel(**settings).build_spec().model
+    if trimmed:
+        trim(config)
+    native = config.build()
     native.init_states()
     load_into(native, reference)
     return native

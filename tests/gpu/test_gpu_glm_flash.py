@@ -13,6 +13,7 @@ from components.models.glm_flash.hyper_connections import MixAffine
 from components.models.glm_flash.kda import KdaCore
 from components.models.glm_flash.settings import GlmFlashModel
 from components.models.glm_flash.short_conv import ShortConv
+from components.models.glm_flash.trimmed import trim
 from components.titan.moe import force_balance
 from launch.config.groups import RECIPES
 from launch.config.load import load_recipe
@@ -47,6 +48,7 @@ def with_fla(config: GlmFlashBlock.Config) -> GlmFlashBlock.Config:
 
 def block_config(index: int) -> GlmFlashBlock.Config:
     config = settings().build_spec().model.layers[index]
+    trim(config)
     if config.moe is not None:
         # Chosen experts would differ where rounding does; forced ones compare the arithmetic.
         force_balance(config.moe.router, True)
@@ -129,6 +131,7 @@ def test_a_block_with_fla_is_as_close_to_float32_as_the_plain_one(index: int) ->
 
 def test_outputs_do_not_depend_on_later_tokens_in_bfloat16() -> None:
     model = settings().build_spec().model
+    trim(model)
     model.layers = [with_fla(layer) for layer in model.layers]
     with torch.device("cuda"):
         decoder = model.build()

@@ -33,7 +33,8 @@ ALL_EXPERTS = {"num_experts_per_tok": 8}
 def native_model(**changes: Any) -> nn.Module:
     """The oracle's tiny model: 2 pools of 4 tokens per query, 2 of 8 experts per token."""
     dense = "sparse" not in changes.get("mlp_layer_types", ["sparse"])
-    return build_native(build_reference(1, **changes), **({"n_experts": None} if dense else {}))
+    reference = build_reference(1, **changes)
+    return build_native(reference, trimmed=True, **({"n_experts": None} if dense else {}))
 
 
 def permuted_outside(values: torch.Tensor, seed: int) -> torch.Tensor:

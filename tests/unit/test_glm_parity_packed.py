@@ -1,5 +1,7 @@
 """Packed documents: the native model sees a batch of them, transformers one at a time."""
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -46,7 +48,7 @@ def test_each_document_is_computed_as_if_alone(
     lengths: list[int], rows: int, changes: dict[str, int]
 ) -> None:
     reference = build_reference(3, **changes)
-    native = build_native(reference)
+    natives = [build_native(reference, trimmed) for trimmed in (False, True)]
     reference = reference.double()
     documents = [draw_tokens(length, seed=k) for k, length in enumerate(lengths)]
     assert min(smallest_margin(reference, tokens) for tokens in documents) > 5e-5
@@ -59,7 +61,7 @@ def test_each_document_is_computed_as_if_alone(
     cotangents = [torch.cat(parts) for parts in zip(*pushed, strict=True)]
     positions = restarting_positions(lengths, rows)
 
-    for dtype, output_error, gradient_error in TOLERANCES:
+    for native, (dtype, output_error, gradient_error) in product(natives, TOLERANCES):
         native, pushes = native.to(dtype), [t.to(dtype) for t in cotangents]
         together = run_native(native, torch.cat(documents), pushes, positions)
         for name in ("hidden", "logits"):

@@ -11,7 +11,7 @@ from components.models.glm_flash.documents import Documents
 from components.models.glm_flash.hyper_connections import HyperConnection
 from components.models.glm_flash.kda import KDA
 from components.models.glm_flash.mla import SparseMLA
-from kernels.hyper_connections.merge import merge
+from components.recompute.tape import sublayer
 
 
 class GlmFlashBlock(Module):
@@ -45,8 +45,9 @@ class GlmFlashBlock(Module):
     def forward(self, streams: torch.Tensor, documents: Documents) -> torch.Tensor:
         """Residual streams (B, L, n, D) -> (B, L, n, D)."""
         x, post, mix = self.attention_hc(streams)
-        out = self.attention(self.attention_norm(x), documents)
-        streams = merge(streams, out, post, mix)
+        out = sublayer(lambda: self.attention(self.attention_norm(x), documents))
+        streams = self.attention_hc.write(streams, out, post, mix)
         x, post, mix = self.ffn_hc(streams)
         ffn = self.moe if self.moe_enabled else self.feed_forward
-        return merge(streams, ffn(self.ffn_norm(x)), post, mix)
+        out = sublayer(lambda: ffn(self.ffn_norm(x)))
+        return self.ffn_hc.write(streams, out, post, mix)

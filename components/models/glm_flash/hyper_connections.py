@@ -4,14 +4,20 @@ Source: "mHC: Manifold-Constrained Hyper-Connections", arXiv 2512.24880, equatio
 and rounding as in transformers' ``glm5_next``.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn as nn
 from torchtitan.protocols.module import Module
 
-from kernels.hyper_connections.mapping import project
-from kernels.hyper_connections.sinkhorn import sinkhorn
+from kernels.hyper_connections.mapping import project_reference
+from kernels.hyper_connections.merge import merge_reference
+from kernels.hyper_connections.read import read_reference
+from kernels.hyper_connections.sinkhorn import sinkhorn_reference
+
+Kernel = Callable[..., torch.Tensor]
 
 
 class MixAffine(Module):
@@ -49,6 +55,18 @@ class HyperConnection(Module):
         norm_eps: float
         affine: MixAffine.Config
 
+    project: ClassVar[Kernel] = staticmethod(project_reference)
+    """A function like ``kernels.hyper_connections.mapping.project``."""
+
+    sinkhorn: ClassVar[Kernel] = staticmethod(sinkhorn_reference)
+    """A function like ``kernels.hyper_connections.sinkhorn.sinkhorn``."""
+
+    read: ClassVar[Kernel] = staticmethod(read_reference)
+    """A function like ``kernels.hyper_connections.read.read``."""
+
+    merge: ClassVar[Kernel] = staticmethod(merge_reference)
+    """A function like ``kernels.hyper_connections.merge.merge``."""
+
     def __init__(self, config: Config) -> None:
         super().__init__()
         self.config = config
@@ -67,12 +85,26 @@ class HyperConnection(Module):
             of its output per stream, and the mixing matrix (B, L, n incoming, n outgoing), float32.
         """
         n = self.config.streams
-        z = project(streams.reshape(-1, n * self.config.dim), self.fn, self.config.norm_eps)
+        z = self.project(streams.reshape(-1, n * self.config.dim), self.fn, self.config.norm_eps)
         logits = self.affine(z).view(*streams.shape[:2], -1)
         pre = logits[..., :n].sigmoid() + self.config.eps
         post = 2 * logits[..., n : 2 * n].sigmoid()
-        mix = sinkhorn(
+        mix = self.sinkhorn(
             logits[..., 2 * n :].unflatten(-1, (n, n)), self.config.sinkhorn_iters, self.config.eps
         )
-        read = (streams * pre.unsqueeze(-1)).sum(2)
-        return read.to(streams.dtype), post, mix
+        return self.read(streams, pre), post, mix
+
+    def write(
+        self, streams: torch.Tensor, out: torch.Tensor, post: torch.Tensor, mix: torch.Tensor
+    ) -> torch.Tensor:
+        """Mix the streams and add the mixer's output to each.
+
+        Args:
+            streams: (B, L, n, D), as they were read.
+            out: (B, L, D).
+            post, mix: from ``forward``.
+
+        Returns:
+            (B, L, n, D).
+        """
+        return self.merge(streams, out, post, mix)

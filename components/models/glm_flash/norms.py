@@ -1,12 +1,15 @@
 """RMS norms that round where GLM-5.3-Flash's do."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 from torchtitan.models.common import RMSNorm
 from torchtitan.protocols.module import Module
+
+from kernels.norms import gated_rms_norm_reference, rms_norm_reference
 
 
 class CastFirstRMSNorm(RMSNorm):
@@ -19,8 +22,11 @@ class CastFirstRMSNorm(RMSNorm):
     class Config(RMSNorm.Config):
         pass
 
+    kernel: ClassVar[Callable[..., torch.Tensor]] = staticmethod(rms_norm_reference)
+    """What computes it: a function like ``kernels.norms.rms_norm``."""
+
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(input, self.normalized_shape, None, self.eps) * self.weight
+        return self.kernel(input, self.weight, self.eps)
 
 
 class GatedRMSNorm(Module):
@@ -34,6 +40,9 @@ class GatedRMSNorm(Module):
         normalized_shape: int
         eps: float
 
+    kernel: ClassVar[Callable[..., torch.Tensor]] = staticmethod(gated_rms_norm_reference)
+    """What computes it: a function like ``kernels.norms.gated_rms_norm``."""
+
     def __init__(self, config: Config) -> None:
         super().__init__()
         self.eps = config.eps
@@ -41,6 +50,4 @@ class GatedRMSNorm(Module):
 
     def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         """``x`` and ``gate`` are (..., normalized_shape); returns the dtype of ``x``."""
-        wide = torch.promote_types(x.dtype, torch.float32)
-        normed = F.rms_norm(x.to(wide), self.weight.shape, self.weight.to(wide), self.eps)
-        return (normed * gate.to(wide).sigmoid()).to(x.dtype)
+        return self.kernel(x, gate, self.weight, self.eps)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 from torchtitan.protocols.model_spec import ModelSpec
 
 from components.core.units import Tokens
-from components.models.glm_flash import checks
+from components.models.glm_flash import checks, working_set
 from components.models.glm_flash.fla_kernels import fla_kda, fla_short_conv
 from components.models.glm_flash.spec import build_glm_flash_spec
 from components.models.settings import Finding, KernelChoice, ModelSettings
@@ -186,6 +186,14 @@ class GlmFlashModel(ModelSettings):
     def check_run(self, recipe: "Recipe") -> list[Finding]:
         """See ``ModelSettings.check_run``."""
         return checks.check_run(self, recipe)
+
+    def layer_saved_bytes(self, recipe: "Recipe", device: str = "cuda") -> list[int] | None:
+        """See ``ModelSettings.layer_saved_bytes``."""
+        return working_set.layer_bytes(self, recipe, device)
+
+    def layer_working_set_bytes(self, recipe: "Recipe", device: str = "cuda") -> list[int] | None:
+        """See ``ModelSettings.layer_working_set_bytes``."""
+        return working_set.working_sets(self, recipe, device)
 
     def _refuse_without_fla(self, device: str) -> None:
         """Raise what keeps fla's kernels from running, as ``choose_kernels`` describes."""

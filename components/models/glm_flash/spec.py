@@ -14,7 +14,11 @@ from torchtitan.protocols.model_spec import ModelSpec
 
 from components.models.glm_flash.block import GlmFlashBlock
 from components.models.glm_flash.decoder import GlmFlashDecoder
-from components.models.glm_flash.experts import ClampedFeedForward, ClampedGroupedExperts
+from components.models.glm_flash.experts import (
+    ClampedFeedForward,
+    ClampedGroupedExperts,
+    ClampedSwiglu,
+)
 from components.models.glm_flash.hf.adapter import GlmFlashStateDictAdapter
 from components.models.glm_flash.hyper_connections import HyperConnection, MixAffine
 from components.models.glm_flash.indexer import Indexer
@@ -193,7 +197,7 @@ def _moe(model: "GlmFlashModel") -> BiasedMoE.Config:
                 dim=model.dim,
                 hidden_dim=model.expert_hidden_dim,
                 num_experts=model.n_experts,
-                limit=model.swiglu_limit,
+                activation=ClampedSwiglu.Config(limit=model.swiglu_limit),
                 param_init=dict.fromkeys(("w1_EFD", "w2_EDF", "w3_EFD"), _normal(model)),
             ),
             token_dispatcher=UnroundedDispatcher.Config(
@@ -210,7 +214,7 @@ def _swiglu(model: "GlmFlashModel", hidden_dim: int) -> ClampedFeedForward.Confi
         w1=_linear(model, model.dim, hidden_dim),
         w2=_linear(model, hidden_dim, model.dim),
         w3=_linear(model, model.dim, hidden_dim),
-        limit=model.swiglu_limit,
+        activation=ClampedSwiglu.Config(limit=model.swiglu_limit),
     )
 
 

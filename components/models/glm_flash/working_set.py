@@ -1,0 +1,222 @@
+"""What one layer needs while it is recomputed and differentiated, by arithmetic; an upper bound.
+
+Parts run backward from last to first, and what a part kept is gone when the one before it begins.
+So the bound is the largest, over the parts, of: what it and the parts before it keep
+(``saved_bytes``), its temporary tensors, gradients of the residual streams, and gradients of mHC's
+weights and logits (4m). Gradients of the streams are one tensor behind a mixer or a feed-forward
+part, and two while a site writes (what arrives, what leaves) or reads (one is added to the other).
+The layer's own input waits between layers and is not counted. Symbols are those of ``saved_bytes``;
+temporary tensors per token while a part runs backward:
+
+* mHC, reading: the Sinkhorn iteration, 8s(n^2 + n). Off: four float32 copies of the streams, 16nD.
+* mHC, writing: De. Off: two products of the streams' size, 2nDe, more.
+* All trimmed sites: 8 float32 tensors of one block of rows (``kernels.row_blocks``), at one time.
+* KDA: gradients of the core's inputs and of the convolutions' (9Qe) and of x. The reference holds
+  1,024 tokens' matrices besides: 40 float32 numbers per token and channel and six states per 16
+  tokens. fla holds 28Q + 7Qe + Qde/32 + 512H, from reading fla-core 0.6.0: G; w, u, qg, kg, v_new,
+  dv twice; h and dh; dq, dk, dg twice and dg's sums in float32; dA twice. With its inputs, outputs
+  and what it keeps that is 72.0 GiB for 64 heads and 131,072 tokens, where 72.3 were measured.
+* DSA: gradients of queries, outputs and latents; latents and their gradient in float32; two chunks
+  of queries (``kernels.dsa.absorbed``); the maps to keys and values and their gradients in float32.
+* SwiGLU: as many gradients as tensors were kept.
+* MoE: beyond what was kept, the most of: gradients of outputs KDe; of activations KIe; and, with
+  outputs, activations, gate and up gone again, gradients of gate and up and three times those of
+  the experts' inputs while they are summed, 2KDe - KIe. Off: products of the combine and their
+  gradients, 8KD; the router's copies, 8D; a SwiGLU's three gradients more.
+
+Not included: gradients of parameters, gathered parameters and what exchanges between ranks hold,
+all of which depend on the sharding; with expert parallelism ranks are taken to get as many rows as
+they send; the loss that ``components.indexer_training`` adds.
+
+A part that ``components.sublayer_chunking`` cuts keeps its input and, per piece, a state (KDA) or
+pool numbers and latents (DSA); what it would keep and need besides is that of one piece.
+"""
+
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+from torchtitan.config import TORCH_DTYPE_MAP
+
+from components.models.glm_flash.saved_bytes import Form, boundary_bytes, is_dense, saved_bytes
+from kernels import row_blocks
+from kernels.dsa import absorbed
+from kernels.kda.chunked import SEGMENT
+from kernels.kda.chunks import CHUNK
+
+if TYPE_CHECKING:
+    from components.core.recipe import Recipe
+    from components.models.glm_flash.settings import GlmFlashModel
+
+_FLOAT32 = 4
+
+
+def form_of(model: "GlmFlashModel", recipe: "Recipe", device: str) -> Form:
+    """How a recipe computes the model's layers on "cpu" or "cuda"."""
+    trimming = _component(recipe, "precision_trimming")
+    sites = () if trimming is None else tuple(f.name for f in fields(trimming))
+    wanted = frozenset(s for s in sites if s != "enabled" and getattr(trimming, s))
+    cuda = device == "cuda"
+    return Form(
+        itemsize=TORCH_DTYPE_MAP[recipe.training.mixed_precision_param].itemsize,
+        trimmed=wanted,
+        fla=model.kda_kernel == "fla" or (model.kda_kernel == "auto" and cuda),
+        fused_norm=cuda,
+    )
+
+
+def tokens_of(recipe: "Recipe") -> int:
+    """Tokens of one forward pass on one rank."""
+    return recipe.training.local_batch_size * recipe.training.seq_len
+
+
+def layer_bytes(model: "GlmFlashModel", recipe: "Recipe", device: str) -> list[int]:
+    """What each layer keeps for backward without recomputation, its input included."""
+    return [_Layer(model, index, recipe, device).kept() for index in range(model.n_layers)]
+
+
+def working_sets(model: "GlmFlashModel", recipe: "Recipe", device: str) -> list[int]:
+    """What each layer needs, at most, while it is recomputed and differentiated, without its
+    input."""
+    return [_Layer(model, index, recipe, device).working() for index in range(model.n_layers)]
+
+
+class _Layer:
+    def __init__(self, model: "GlmFlashModel", index: int, recipe: "Recipe", device: str) -> None:
+        self.model, self.index = model, index
+        self.form = form_of(model, recipe, device)
+        self.tokens = tokens_of(recipe)
+        self.kda = model.layer_types[index] == "kda"
+        self.dense = is_dense(model, index)
+        chunking = _component(recipe, "sublayer_chunking")
+        self.piece = 0 if chunking is None else min(chunking.chunk_tokens, self.tokens)
+        mixer = "kda" if self.kda else "dsa"
+        self.cut = {
+            "attention": getattr(chunking, mixer, False),
+            "feed_forward": getattr(chunking, "feed_forward", False),
+        }
+
+    def kept(self) -> int:
+        return sum(self._parts().values())
+
+    def working(self) -> int:
+        parts = self._parts()
+        writing = parts.pop("writes") // 2
+        boundary = boundary_bytes(self.model, self.tokens, self.form)
+        kept, most = -boundary, 0
+        for part, size in parts.items():
+            kept += size
+            gradients = 2 if part.endswith("_hc") else 1
+            most = max(most, kept + self._needed(part) + gradients * boundary)
+            if part in ("attention", "feed_forward", "moe"):
+                kept += writing
+                most = max(most, kept + self._temporary("writes", self.tokens) + 2 * boundary)
+        n = self.model.hc_mult
+        small = self.tokens * _FLOAT32 * (n * n + 2 * n)
+        return most + small + self._blocks()
+
+    def _parts(self) -> dict[str, int]:
+        """What each part keeps, first to last."""
+        parts = saved_bytes(self.model, self.index, self.tokens, self.form)
+        return {
+            part: self._kept_when_cut(part) if self._is_cut(part) else size
+            for part, size in parts.items()
+        }
+
+    def _needed(self, part: str) -> int:
+        """Temporary tensors of a part; of one that is cut, with what a piece keeps."""
+        if not self._is_cut(part):
+            return self._temporary(part, self.tokens)
+        of_piece = saved_bytes(self.model, self.index, self.piece, self.form)[part]
+        gradients = 2 * self.tokens * self.model.dim * self.form.itemsize
+        latents = self._latents() if part == "attention" and not self.kda else 0
+        return of_piece + self._temporary(part, self.piece) + gradients + latents
+
+    def _is_cut(self, part: str) -> bool:
+        return self.cut.get(part, False)
+
+    def _kept_when_cut(self, part: str) -> int:
+        model, rows = self.model, self.tokens * self.model.dim * self.form.itemsize
+        if part == "feed_forward":
+            return rows
+        if self.kda:
+            cuts = (self.tokens - 1) // self.piece
+            return rows + cuts * model.kda_heads * model.kda_head_dim**2 * _FLOAT32
+        pools = min(model.index_topk, self.tokens) // model.index_kpool
+        return rows + self.tokens * 4 * pools
+
+    def _latents(self) -> int:
+        """Keys of all tokens, before and after their norm, and their gradients."""
+        model, e = self.model, self.form.itemsize
+        return self.tokens * model.kv_lora_rank * (4 * e + 2 * _FLOAT32)
+
+    def _blocks(self) -> int:
+        """Temporary tensors of trimmed sites."""
+        widest = self.tokens * max(
+            self.model.hc_mult * self.model.dim, self.model.kda_heads * self.model.kda_head_dim
+        )
+        return 8 * _FLOAT32 * min(row_blocks.ELEMENTS, widest) if self.form.trimmed else 0
+
+    def _temporary(self, part: str, tokens: int) -> int:
+        of_part = {
+            "attention": self._kda if self.kda else self._dsa,
+            "feed_forward": self._dense,
+            "moe": self._moe,
+        }
+        if part in of_part:
+            return of_part[part](tokens) + 2 * tokens * self.model.dim * self.form.itemsize
+        if "norm" in part:
+            trimmed = "rms_norm" in self.form.trimmed
+            return 0 if trimmed else 3 * _FLOAT32 * tokens * self.model.dim
+        n, dim = self.model.hc_mult, self.model.dim
+        if part == "writes":
+            plain = 0 if "hyper_connections" in self.form.trimmed else 2 * n * dim
+            return tokens * (dim + plain) * self.form.itemsize
+        if "hyper_connections" in self.form.trimmed:
+            return tokens * 2 * self.model.hc_sinkhorn_iters * _FLOAT32 * (n * n + n)
+        return tokens * 4 * _FLOAT32 * n * dim
+
+    def _kda(self, tokens: int) -> int:
+        model, e = self.model, self.form.itemsize
+        heads, d = model.kda_heads, model.kda_head_dim
+        width = heads * d
+        gradients = tokens * 9 * width * e
+        if "rms_norm" not in self.form.trimmed:
+            gradients += tokens * 3 * width * _FLOAT32
+        if self.form.fla:
+            row = 28 * width + 7 * width * e + width * d * e // 32 + 512 * heads
+            return gradients + tokens * row
+        together = min(tokens, SEGMENT * CHUNK)
+        return gradients + together * width * _FLOAT32 * (40 + 6 * -(-d // CHUNK))
+
+    def _dsa(self, tokens: int) -> int:
+        model, e = self.model, self.form.itemsize
+        queries, values = model.n_heads * model.qk_head_dim, model.n_heads * model.v_head_dim
+        row = e * (queries + values + 2 * model.q_lora_rank + 2 * model.kv_lora_rank)
+        maps = 4 * _FLOAT32 * (queries + values) * model.kv_lora_rank
+        return tokens * (row + 2 * _FLOAT32 * model.kv_lora_rank) + 2 * absorbed.CHUNK_BYTES + maps
+
+    def _dense(self, tokens: int) -> int:
+        return tokens * self.model.dense_hidden_dim * self.form.itemsize * self._of_swiglu()
+
+    def _moe(self, tokens: int) -> int:
+        model, e, k = self.model, self.form.itemsize, self.model.top_k
+        outer, inner = k * model.dim, k * model.expert_hidden_dim
+        row = e * max(outer, inner, 2 * outer - inner)
+        if "swiglu" not in self.form.trimmed:
+            row += 3 * inner * e
+        if "expert_combine" not in self.form.trimmed:
+            row = max(row, 2 * outer * _FLOAT32)
+        if "router" not in self.form.trimmed:
+            row += 2 * model.dim * _FLOAT32
+        assert model.n_experts is not None
+        # Gradients of logits and weights.
+        return tokens * (row + _FLOAT32 * (model.n_experts + 2 * k))
+
+    def _of_swiglu(self) -> int:
+        return 3 if "swiglu" in self.form.trimmed else 6
+
+
+def _component(recipe: "Recipe", name: str) -> Any:
+    """A component's settings if it is there and on."""
+    settings = getattr(recipe.components, name, None)
+    return settings if settings is not None and settings.enabled else None
