@@ -2,8 +2,8 @@
 # `make help` prints what follows `##`.
 
 .DEFAULT_GOAL := help
-VERBS := train test check show recipes new inspect doctor launch bench lint setup clean help
-SETTINGS := RECIPE PYTHON OVERRIDES NGPU ON NODES DRY NAME FROM SAMPLE ALL VERBOSE ARGS JOBS
+VERBS := train test check show recipes new inspect memory doctor launch bench lint setup clean help
+SETTINGS := RECIPE PYTHON OVERRIDES NGPU ON NODES DRY NAME FROM SAMPLE STEP ALL VERBOSE ARGS JOBS
 .PHONY: $(VERBS) environment
 
 # Settings come from the command line alone: a NAME or DRY exported by the shell is not meant for us.
@@ -88,6 +88,9 @@ new: environment ## copy a recipe: RECIPE=mine FROM=quickstart
 inspect: environment ## RECIPE's data as the model sees it, decoded (SAMPLE=0 is the first)
 	$(_run) $(_recipe) $(call _flag,--sample,SAMPLE) $(_pass)
 
+memory: environment ## draw RECIPE's device memory over one training step (STEP=2), by category
+	$(_run) $(_recipe) $(call _flag,--ngpu,NGPU) $(call _flag,--step,STEP) $(_pass)
+
 launch: environment ## start RECIPE on a cluster: ON=slurm or skypilot, NODES=2; DRY=1 only prints
 	$(_run) $(_recipe) $(call _flag,--on,ON) $(call _flag,--nodes,NODES) $(call _flag,--ngpu,NGPU) \
 	  $(call _switch,--dry,DRY) $(_pass)
@@ -117,7 +120,7 @@ help: ## this list
 	@echo
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  %-8s %s\n", $$1, $$2 }' Makefile
 	@echo
-	@echo "  make train RECIPE=quickstart training.steps=20 components.full_recompute.enabled=true"
+	@echo "  make train RECIPE=quickstart training.steps=20 components.layer_recompute.enabled=true"
 	@echo
 	@echo "key=value is one word: \"key = value\" does not reach the recipe. Quote what the shell"
 	@echo "would read: 'data.paths=[a, b]'. Of a repeated key the last one counts. What make would"

@@ -50,6 +50,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--name", help="benchmark to run")
     parser.add_argument("--from", dest="source", help="recipe to copy")
     parser.add_argument("--sample", type=int, default=0, help="sample to inspect")
+    parser.add_argument("--step", type=int, default=2, help="step whose memory is drawn")
     parser.add_argument("--all", action="store_true", help="show defaults and documentation too")
     parser.add_argument("-v", "--verbose", action="store_true", help="show tracebacks")
     return parser
@@ -96,6 +97,13 @@ def _inspect(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _memory(arguments: argparse.Namespace) -> int:
+    from launch.memory import memory
+
+    path = find_recipe(arguments.recipe)
+    return memory(path, arguments.overrides, arguments.ngpu, arguments.step)
+
+
 def _launch(arguments: argparse.Namespace) -> int:
     from launch.cluster import launch
 
@@ -139,6 +147,7 @@ VERBS: dict[str, Verb] = {
     "check": _check,
     "show": _show,
     "inspect": _inspect,
+    "memory": _memory,
     "launch": _launch,
     "recipes": _recipes,
     "new": _new,

@@ -14,6 +14,7 @@ from typing import Any
 from torchtitan.components.metrics import MetricsProcessor
 from tqdm import tqdm
 
+from components.titan.device import peak_resident_bytes, reset_peak_resident_bytes
 from components.titan.story import narrate
 
 GLOSSARY = {
@@ -29,6 +30,7 @@ GLOSSARY = {
     "speed/mfu_percent": "tflops_per_device over the GPU's peak bf16 rate, percent; GPUs only",
     "memory/peak_active_gib": "peak memory in use since the last line, GiB",
     "memory/peak_reserved_gib": "peak memory held by the allocator since the last line, GiB",
+    "memory/host_peak_gib": "peak resident host memory of the process since the last line, GiB",
     "memory/alloc_retries": "times the allocator had to free its cache to go on",
     "validation/loss": "mean cross entropy over the held-out split, nats per token",
     "moe/max_over_mean_load": "busiest expert's tokens over the mean, worst layer",
@@ -160,6 +162,7 @@ class RunMetrics(MetricsProcessor):
         return {
             "memory/peak_active_gib": stats.max_active_gib,
             "memory/peak_reserved_gib": stats.max_reserved_gib,
+            "memory/host_peak_gib": peak_resident_bytes() / _GIB,
             "memory/alloc_retries": stats.num_alloc_retries,
         }
 
@@ -213,6 +216,7 @@ class RunMetrics(MetricsProcessor):
         self.data_loading_times.clear()
         self.time_last_log = time.perf_counter()
         self.device_memory_monitor.reset_peak_stats()
+        reset_peak_resident_bytes()
 
 
 def _is_first_rank() -> bool:

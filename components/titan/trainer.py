@@ -1,6 +1,8 @@
 """torchtitan's trainer, subclassed where a recipe needs something it does not have."""
 
+import contextlib
 import signal
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -12,7 +14,9 @@ from torchtitan.trainer import Trainer
 
 from components.core.base import Component, Inputs
 from components.titan.checkpoint import RunCheckpoints
+from components.titan.debug import DebugSettings
 from components.titan.expert_load import ExpertLoad
+from components.titan.memory.watcher import Watcher, watchers
 from components.titan.metrics import RunMetrics
 from components.titan.stop import StopRequest
 from components.titan.story import narrate
@@ -30,9 +34,11 @@ class RecipeTrainer(Trainer):
     class Config(Trainer.Config):
         checkpoint: RunCheckpoints.Config = field(default_factory=RunCheckpoints.Config)
         metrics: RunMetrics.Config = field(default_factory=RunMetrics.Config)
+        debug: DebugSettings = field(default_factory=DebugSettings)
 
     metrics_processor: RunMetrics
     checkpointer: RunCheckpoints
+    _watchers: Sequence[Watcher] = ()
 
     def __init__(
         self, config: Config, *, enabled: list[Component], expert_load: ExpertLoad
@@ -51,6 +57,7 @@ class RecipeTrainer(Trainer):
             self.metrics_processor.sources.append(partial(component.metrics, self))
             self.checkpointer.before_save.append(partial(component.before_save, self))
             component.on_built(self)
+        self._watchers = watchers(self)
 
     def train(self) -> None:
         """Train until the last step, the end of the data, or a signal."""
@@ -70,16 +77,23 @@ class RecipeTrainer(Trainer):
 
     def train_step(self, data_iterator: Any) -> None:
         self._seed_step()
-        for component in self.enabled:
-            component.before_step(self)
-        super().train_step(data_iterator)
-        for component in self.enabled:
-            component.after_step(self)
+        with contextlib.ExitStack() as watched:
+            for watcher in self._watchers:
+                watched.enter_context(watcher.step())
+            for component in self.enabled:
+                component.before_step(self)
+            super().train_step(data_iterator)
+            for component in self.enabled:
+                component.after_step(self)
 
     def forward_backward_step(self, **batch: Any) -> torch.Tensor:
         for component in self.enabled:
             component.before_microbatch(self)
-        loss = super().forward_backward_step(**batch)
+        with contextlib.ExitStack() as watched:
+            for watcher in self._watchers:
+                watched.enter_context(watcher.microbatch())
+            # Detached: the graph, and what it still holds, ends here and not with the next pass.
+            loss = super().forward_backward_step(**batch).detach()
         for component in self.enabled:
             component.after_microbatch(self)
         return loss

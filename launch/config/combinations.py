@@ -13,6 +13,7 @@ def check_combinations(recipe: Recipe, world_size: int) -> Iterator[Problem]:
     yield from _context_parallel(recipe)
     yield from _pipeline(recipe)
     yield from _checkpoints(recipe)
+    yield from _debug(recipe)
 
 
 def _seed_checkpoint(recipe: Recipe, world_size: int) -> Iterator[Problem]:
@@ -51,3 +52,25 @@ def _checkpoints(recipe: Recipe) -> Iterator[Problem]:
     if settings.resume is None and settings.load_step != -1:
         message = f"{settings.load_step} has no effect on a new run, which has nothing to load"
         yield Problem("checkpoint.load_step", message, "add checkpoint.resume, or leave it out")
+
+
+def _debug(recipe: Recipe) -> Iterator[Problem]:
+    """Both look into the model's modules while they run."""
+    debug, step = recipe.debug, recipe.debug.memory_timeline
+    wanted = {
+        "debug.leak_guard": "true" if debug.leak_guard else "",
+        "debug.memory_timeline": "" if step is None else str(step),
+    }
+    for key, value in wanted.items():
+        if value and recipe.compile.enable:
+            message = f"{value} sees nothing of compiled layers (compile.enable is true)"
+            yield Problem(key, message, "use compile.enable=false for this run")
+        if value and not recipe.training.disable_cuda_graphs:
+            message = f"{value} sees nothing of a replayed CUDA graph"
+            yield Problem(key, message, "use training.disable_cuda_graphs=true for this run")
+    if step is not None and step > recipe.training.steps:
+        message = f"{step} is never reached: training.steps is {recipe.training.steps}"
+        yield Problem("debug.memory_timeline", message, "use a smaller step, or null")
+    if step is not None and recipe.profiler.enable_memory_snapshot:
+        message = f"{step} and profiler.enable_memory_snapshot=true both record the allocator"
+        yield Problem("debug.memory_timeline", message, "use one of them")

@@ -118,6 +118,13 @@ def test_settings_become_flags_and_no_overrides(stub: Path) -> None:
     ]
 
 
+def test_memory_takes_the_step_to_draw(stub: Path) -> None:
+    assert run(stub, "memory")["argv"] == ["memory", "--recipe", "quickstart", "--"]
+    argv = run(stub, "memory", "STEP=3", "NGPU=2", "training.seq_len=512")["argv"]
+    flags = ["--ngpu", "2", "--step", "3", "--", "training.seq_len=512"]
+    assert argv == ["memory", "--recipe", "quickstart", *flags]
+
+
 def test_a_switch_set_to_zero_is_off(stub: Path) -> None:
     assert "--dry" not in run(stub, "launch", "DRY=0")["argv"]
 
