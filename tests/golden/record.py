@@ -16,7 +16,7 @@ CASES = {
     "quickstart": [],
     "quickstart_stock": [
         "components.chunked_loss.enabled=false",
-        "components.full_recompute.enabled=false",
+        "components.precision_trimming.enabled=false",
     ],
 }
 """Case -> overrides of `quickstart`."""

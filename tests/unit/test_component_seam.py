@@ -211,7 +211,7 @@ def test_components_come_after_those_they_name() -> None:
 
 
 def test_memory_is_the_sum_of_terms_and_decides_the_result(monkeypatch: Any) -> None:
-    recipe = load_recipe(RECIPES / "moe_120b_128k_16xh200.yaml", []).recipe
+    recipe = load_recipe(RECIPES / "moe_120b_128k_16xh200_fsdp2.yaml", []).recipe
     target = Target("cuda", 16, 139 * 2**30)
     state, hidden = memory_terms(recipe, target)
     assert state.nbytes == 122_088_694_784 * 16 // 16

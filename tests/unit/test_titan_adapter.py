@@ -88,8 +88,9 @@ def test_every_component_says_what_it_is() -> None:
 
 def test_enabled_components_are_built_from_their_settings() -> None:
     loaded = load_recipe(RECIPES / "quickstart.yaml", ["components.chunked_loss.num_chunks=16"])
-    (only,) = enabled_components(loaded.recipe.components)
-    assert only.name == "chunked_loss" and only.config.num_chunks == 16
+    first, second = enabled_components(loaded.recipe.components)
+    assert first.name == "chunked_loss" and first.config.num_chunks == 16
+    assert second.name == "precision_trimming"
 
 
 def test_the_trainer_still_has_what_we_override() -> None:
