@@ -1,100 +1,26 @@
-"""The engine: what goes, what stays, what comes back and when, and what errors leave behind."""
+"""The engine: what goes, what stays, and what comes back and when."""
 
-import ctypes
 import gc
-from collections.abc import Iterator
-from dataclasses import dataclass
 
 import pytest
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from components.offload.engine import Engine
-from components.offload.poison import Graves, spoil
-from components.offload.slabs import Slab
+from components.offload.poison import Graves
 from components.offload.streams import BesideOnCpu, InLine, lanes_for
-from components.recompute.layer import RecomputedLayer
-
-CPU = torch.device("cpu")
-WIDTH, TOKENS = 8, 16
-ONE = WIDTH * TOKENS * 4
-"""Bytes of one boundary of ``Model``."""
-
-
-class Watched(BesideOnCpu):
-    """Counts copies and what they brought back that is alive."""
-
-    def __init__(self, beside: bool) -> None:
-        super().__init__(CPU)
-        self.beside = beside  # type: ignore[misc]
-        self.restored: list[StorageWeakRef] = []
-        self.most_alive = 0
-        self.sent = 0
-        self.waited: list[object] = []
-
-    def offload(self, source: torch.Tensor, target: torch.Tensor) -> object:
-        super().offload(source, target)
-        self.sent += 1
-        return f"sent {self.sent}"
-
-    def restore(self, source: torch.Tensor, after: object) -> tuple[torch.Tensor, object]:
-        memory, _ = super().restore(source, after)
-        self.restored.append(StorageWeakRef(memory.untyped_storage()))
-        alive = sum(not reference.expired() for reference in self.restored)
-        self.most_alive = max(self.most_alive, alive)
-        return memory, f"restored {len(self.restored)}"
-
-    def wait(self, mark: object) -> None:
-        self.waited.append(mark)
-
-
-class Layer(nn.Module):
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        random = torch.Generator().manual_seed(seed)
-        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH, generator=random) / WIDTH)
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return hidden + torch.tanh(hidden @ self.weight)
-
-
-class Model(nn.Module):
-    """Layers that the engine is the store of."""
-
-    def __init__(self, count: int = 6, store: Engine | None = None) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(RecomputedLayer(Layer(seed)) for seed in range(count))
-        if store is not None:
-            for layer in self.layers:
-                layer.store = store  # type: ignore[assignment]
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            hidden = layer(hidden)
-        return hidden
-
-
-def inputs(seed: int = 0) -> torch.Tensor:
-    random = torch.Generator().manual_seed(100 + seed)
-    # Not a leaf: boundaries of a model are computed.
-    return torch.randn(TOKENS, WIDTH, generator=random).requires_grad_() * 1
-
-
-def pass_through(model: Model, engine: Engine | None = None, seed: int = 0) -> list[torch.Tensor]:
-    """Loss and gradients of one micro-batch."""
-    model.zero_grad()
-    if engine is not None:
-        engine.begin()
-    loss = model(inputs(seed)).square().mean()
-    loss.backward()
-    if engine is not None:
-        engine.end()
-    return [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
-
-
-def made(places: int, lanes: object, chosen: Iterator[int] | range, **more: object) -> Engine:
-    return Engine(Slab(places * ONE, CPU), lanes, CPU, chosen, **more)  # type: ignore[arg-type]
+from tests.unit.offload_support import (
+    CPU,
+    ONE,
+    TOKENS,
+    WIDTH,
+    Layer,
+    Model,
+    Watched,
+    inputs,
+    made,
+    pass_through,
+)
 
 
 @pytest.fixture(params=[False, True], ids=["in line", "beside"])
@@ -334,153 +260,6 @@ def test_micro_batches_do_not_add_up() -> None:
     for seed in range(4):
         pass_through(model, engine, seed)
     assert engine.counts.offloaded == 24 and not engine.counts.left
-
-
-class Fault(Exception):
-    """Raised in the middle of backward."""
-
-
-class Breaks(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:
-        raise Fault
-
-
-def test_after_an_error_in_backward_the_next_micro_batch_is_right(lanes: Watched) -> None:
-    engine = made(6, lanes, range(6), graves=Graves())
-    model = Model(store=engine)
-    engine.begin()
-    hidden = inputs()
-    for number, layer in enumerate(model.layers):
-        hidden = layer(Breaks.apply(hidden) if number == 3 else hidden)
-    loss = hidden.square().mean()
-    with pytest.raises(Fault) as kept:
-        loss.backward()
-    # The traceback, the graph and its recalls are alive while the next one runs.
-    assert kept.tb is not None
-    for seed in range(2):
-        got = pass_through(model, engine, seed)
-        assert all(map(torch.equal, got, pass_through(Model(), seed=seed)))
-    assert engine.counts.left == {}
-    del loss, hidden, kept
-    gc.collect()
-    assert all(map(torch.equal, pass_through(model, engine), pass_through(Model())))
-
-
-def test_a_graph_kept_beyond_its_micro_batch_says_so(lanes: Watched) -> None:
-    engine = made(6, lanes, range(6))
-    model = Model(store=engine)
-    engine.begin()
-    loss = model(inputs()).square().mean()
-    engine.end()
-    with pytest.raises(RuntimeError, match="micro-batch that is over"):
-        loss.backward()
-
-
-def test_an_input_changed_while_its_copy_is_under_way_is_refused() -> None:
-    engine = made(6, Watched(beside=True), range(6))
-    engine.begin()
-    hidden = inputs()
-    recall = engine.boundary(hidden)
-    with torch.no_grad():
-        hidden.add_(1)
-    with pytest.raises(RuntimeError, match="changed its input in place"):
-        recall()
-    with pytest.raises(RuntimeError, match="streams=false"):
-        engine.end()
-
-
-class Late(BesideOnCpu):
-    """Every copy is made as late as the engine allows: when it is waited for.
-
-    Memory is named by its address, as in a copy that a GPU has been asked for: what frees it too
-    early, frees it.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(CPU)
-        self.pending: list[Copy] = []
-
-    def offload(self, source: torch.Tensor, target: torch.Tensor) -> "Copy":
-        return self._later(source, target, None)
-
-    def restore(self, source: torch.Tensor, after: object) -> tuple[torch.Tensor, "Copy"]:
-        target = torch.empty_like(source)
-        spoil(target)
-        assert isinstance(after, Copy)
-        return target, self._later(source, target, after)
-
-    def wait(self, mark: object) -> None:
-        assert isinstance(mark, Copy)
-        mark.make()
-
-    def synchronise(self) -> None:
-        for copy in self.pending:
-            copy.make()
-        self.pending.clear()
-
-    def _later(self, source: torch.Tensor, target: torch.Tensor, after: "Copy | None") -> "Copy":
-        copy = Copy(target.data_ptr(), source.data_ptr(), source.numel(), after)
-        self.pending.append(copy)
-        return copy
-
-
-@dataclass
-class Copy:
-    target: int
-    source: int
-    nbytes: int
-    after: "Copy | None"
-    made: bool = False
-
-    def make(self) -> None:
-        if self.made:
-            return
-        if self.after is not None:
-            self.after.make()
-        self.made = True
-        ctypes.memmove(self.target, self.source, self.nbytes)
-
-
-@pytest.mark.parametrize("chosen", [[1, 3], range(6)], ids=str)
-def test_copies_made_as_late_as_they_may_be_change_nothing(chosen: list[int]) -> None:
-    lanes = Late()
-    engine = made(6, lanes, chosen, graves=Graves())
-    model = Model(store=engine)
-    for seed in range(5):
-        got = pass_through(model, engine, seed)
-        assert all(map(torch.equal, got, pass_through(Model(), seed=seed)))
-    assert len(lanes.pending) > 5 * len(chosen)
-    assert all(copy.made for copy in lanes.pending)
-
-
-def test_poison_spoils_memory_when_its_last_user_is_gone_and_not_before() -> None:
-    graves, raw = Graves(), bytearray(64)
-    memory = torch.frombuffer(raw, dtype=torch.uint8)
-    user = memory.view(torch.float32)
-    graves.bury(memory)
-    del memory
-    assert graves.sweep() == 0 and not any(raw)
-    del user
-    assert graves.sweep() == 1
-    assert torch.frombuffer(raw, dtype=torch.float32).isnan().all()
-    assert torch.frombuffer(raw, dtype=torch.bfloat16).isnan().all()
-
-
-def test_memory_that_is_let_go_of_too_early_is_noticed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """What keeps the tests above from passing whatever the engine does."""
-    monkeypatch.setattr(Late, "wait", lambda lanes, mark: mark.make() if mark.after else None)
-    engine = made(6, Late(), range(6), graves=Graves())
-    model = Model(store=engine)
-    got = [tensor for seed in range(3) for tensor in pass_through(model, engine, seed)]
-    wanted = [tensor for seed in range(3) for tensor in pass_through(Model(), seed=seed)]
-    assert not all(map(torch.equal, got, wanted))
 
 
 def test_lanes_follow_the_device_and_the_setting() -> None:

@@ -2,13 +2,14 @@
 
 import gc
 import weakref
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
 
 from components.recompute.tape import recomputing
-from tests.unit.recompute_support import assert_same, build, layers, loss_of, step
+from tests.unit.recompute_support import DEPTH, assert_same, build, layers, loss_of, step
 
 GLM = [{"every": k} for k in (1, 2, 3, 4)]
 GLM += [{"every": k, "keep_sublayers": True} for k in (2, 3, 4)]
@@ -34,6 +35,12 @@ class Watched(torch.autograd.Function):
         return grad
 
 
+@cache
+def undisturbed() -> dict[str, torch.Tensor]:
+    """What a step of the plain model leaves behind."""
+    return step(build("glm"))
+
+
 def live() -> int:
     gc.collect()
     return sum(reference() is not None for reference in _LIVE)
@@ -41,7 +48,7 @@ def live() -> int:
 
 @pytest.mark.parametrize(
     ("name", "every", "kept"),
-    [("glm", 1, 4), ("glm", 2, 2), ("glm", 3, 2), ("glm", 4, 1), ("llama3", 4, 2), ("moe", 2, 2)],
+    [("glm", 1, 4), ("glm", 2, 2), ("glm", 3, 2), ("glm", 4, 1), ("llama3", 3, 2), ("moe", 2, 2)],
 )
 def test_one_input_per_segment_is_alive_between_forward_and_backward(
     name: str, every: int, kept: int
@@ -87,7 +94,7 @@ class Broken(RuntimeError):
 
 @pytest.mark.parametrize("settings", GLM)
 @pytest.mark.parametrize("moment", ["forward", "rebuild", "replay"])
-@pytest.mark.parametrize("place", [0, 1, 3])
+@pytest.mark.parametrize("place", [0, 2])
 def test_after_an_error_the_next_step_is_right_to_the_bit(
     settings: dict, moment: str, place: int
 ) -> None:
@@ -104,7 +111,7 @@ def test_after_an_error_the_next_step_is_right_to_the_bit(
             raise Broken(moment)
 
     hook = block.ffn_hc.register_forward_hook(fail)
-    rebuilt = place % settings["every"] != settings["every"] - 1 and place != 3
+    rebuilt = place % settings["every"] != settings["every"] - 1 and place != DEPTH - 1
     if moment == "rebuild" and not rebuilt:
         step(model)
     else:
@@ -116,4 +123,4 @@ def test_after_an_error_the_next_step_is_right_to_the_bit(
             if "tokens_per_expert" in name:
                 buffer.zero_()
     hook.remove()
-    assert_same(step(model), step(build("glm")))
+    assert_same(step(model), undisturbed())
