@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from torchtitan.distributed.activation_checkpoint import FullAC
 
 from components.core.base import Component, MemoryTerm, Target
-from components.recompute.terms import hidden_states
+from components.core.sizes import hidden_state
 from components.titan.plan import RunPlan
 
 if TYPE_CHECKING:
@@ -33,9 +33,7 @@ class FullRecompute(Component):
 
     def memory_terms(self, recipe: "Recipe", target: Target) -> list[MemoryTerm]:
         """The hidden states between layers, which are kept for backward."""
-        if recipe.model.hidden_width is None:
-            return []
-        size = hidden_states(recipe, recipe.model.n_layers)
+        size = recipe.model.n_layers * hidden_state(recipe)
         return [MemoryTerm("hidden states between layers, kept for backward", size)]
 
     def apply(self, plan: RunPlan) -> None:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from components.core.base import Component, MemoryTerm, Target
 from components.core.problems import Problem
+from components.core.sizes import hidden_state
 from components.models.glm_flash.settings import GlmFlashModel
 from components.recompute import terms
 from components.recompute.policy import LayerRecomputePolicy
@@ -83,18 +84,16 @@ class LayerRecompute(Component):
     def memory_terms(self, recipe: "Recipe", target: Target) -> list[MemoryTerm]:
         """What is kept for backward, and what exists while one group of layers runs backward."""
         config, model = self.config, recipe.model
-        if model.hidden_width is None:
-            return []
         kept = -(-model.n_layers // config.every)
         chosen = terms.choices(recipe)
         found = [
             MemoryTerm(
                 "hidden states between layers, kept for backward",
-                terms.hidden_states(recipe, kept),
+                kept * hidden_state(recipe),
             )
         ]
         if config.every > 1:
-            rebuilt = terms.hidden_states(recipe, config.every - 1)
+            rebuilt = (config.every - 1) * hidden_state(recipe)
             found.append(MemoryTerm("hidden states of one group of layers, rebuilt", rebuilt))
         if chosen:
             found.append(MemoryTerm("chosen experts and pools, kept for backward", chosen))

@@ -4,10 +4,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from torchtitan.config import TORCH_DTYPE_MAP
-
 from components.core.base import Component, MemoryTerm, Target
 from components.core.problems import Problem, nearest_multiples
+from components.core.sizes import compute_itemsize, local_tokens
 from components.core.units import Tokens
 from components.models.glm_flash.chunked.overrides import (
     chunked_dsa,
@@ -16,7 +15,6 @@ from components.models.glm_flash.chunked.overrides import (
     chunked_shared_expert,
 )
 from components.models.glm_flash.settings import GlmFlashModel
-from components.recompute.terms import local_tokens
 from components.titan.plan import RunPlan
 
 if TYPE_CHECKING:
@@ -132,7 +130,7 @@ class SublayerChunking(Component):
         tokens, wanted = local_tokens(recipe), self._wanted(_counts(model))
         # Sub-layers' outputs, where they are kept anyway, are the parts' but for shared experts'.
         parts = wanted["shared_expert"] if recompute.keep_sublayers else sum(wanted.values())
-        itemsize = TORCH_DTYPE_MAP[recipe.training.mixed_precision_param].itemsize
+        itemsize = compute_itemsize(recipe)
         cuts = (tokens - 1) // self.config.chunk_tokens
         state = model.kda_heads * model.kda_head_dim**2 * _FLOAT32
         sizes = {

@@ -118,11 +118,6 @@ class MoEModel(TitanAttentionSettings):
     """torchtitan's token exchange under expert parallelism. "standard": all-to-all collectives;
     the others need CUDA, expert parallelism above 1, and deepep and hybridep an extra package."""
 
-    @property
-    def hidden_width(self) -> int:
-        """See ``ModelSettings.hidden_width``."""
-        return self.dim
-
     def build_spec(self) -> ModelSpec:
         """See ``ModelSettings.build_spec``."""
         self.refuse_problems()

@@ -46,9 +46,9 @@ class ModelSettings(ABC):
         def n_experts(self) -> int | None: ...
 
     @property
-    def hidden_width(self) -> int | None:
-        """Numbers per token that pass from one layer to the next; None where it is not known."""
-        return None
+    def hidden_width(self) -> int:
+        """Numbers per token that pass from one layer to the next."""
+        return self.build_spec().model.dim
 
     @abstractmethod
     def build_spec(self) -> ModelSpec:

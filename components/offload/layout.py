@@ -3,11 +3,9 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from torchtitan.config import TORCH_DTYPE_MAP
-
+from components.core.sizes import compute_itemsize, local_tokens
 from components.models.glm_flash.settings import GlmFlashModel
 from components.offload.arena import aligned
-from components.recompute.terms import local_tokens
 
 if TYPE_CHECKING:
     from components.core.recipe import Recipe
@@ -42,24 +40,19 @@ def units_of(recipe: "Recipe") -> list[Unit]:
         recipe: checked, with ``components.layer_recompute`` on, without pipeline parallelism.
     """
     every, layers = recipe.components.layer_recompute.every, recipe.model.n_layers
-    one = local_tokens(recipe) * TORCH_DTYPE_MAP[recipe.training.mixed_precision_param].itemsize
+    one = local_tokens(recipe) * compute_itemsize(recipe)
     units = []
     for start in range(0, layers, every):
         members = range(start, min(start + every, layers))
         outputs = sum(_kept_outputs(recipe, layer) for layer in members)
         held = (one * _output_width(recipe),) * outputs
-        units.append(Unit(one * boundary_width(recipe), held, members))
+        units.append(Unit(one * recipe.model.hidden_width, held, members))
     return units
-
-
-def boundary_width(recipe: "Recipe") -> int:
-    """Numbers per token that pass from one layer to the next."""
-    return recipe.model.hidden_width or recipe.model.build_spec().model.dim
 
 
 def _output_width(recipe: "Recipe") -> int:
     model = recipe.model
-    return model.dim if isinstance(model, GlmFlashModel) else boundary_width(recipe)
+    return model.dim if isinstance(model, GlmFlashModel) else recipe.model.hidden_width
 
 
 def _kept_outputs(recipe: "Recipe", layer: int) -> int:
@@ -102,5 +95,5 @@ def loss_working_set(recipe: "Recipe") -> int:
     and their gradient in float32."""
     chunked = recipe.components.chunked_loss
     tokens = local_tokens(recipe) // (chunked.num_chunks if chunked.enabled else 1)
-    width = TORCH_DTYPE_MAP[recipe.training.mixed_precision_param].itemsize + 2 * _FLOAT32
+    width = compute_itemsize(recipe) + 2 * _FLOAT32
     return tokens * recipe.model.vocab_size * width

@@ -35,8 +35,7 @@ pool numbers and latents (DSA); what it would keep and need besides is that of o
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from torchtitan.config import TORCH_DTYPE_MAP
-
+from components.core.sizes import compute_itemsize, local_tokens
 from components.models.glm_flash.saved_bytes import Form, boundary_bytes, is_dense, saved_bytes
 from kernels import row_blocks
 from kernels.dsa import absorbed
@@ -57,16 +56,11 @@ def form_of(model: "GlmFlashModel", recipe: "Recipe", device: str) -> Form:
     wanted = frozenset(s for s in sites if s != "enabled" and getattr(trimming, s))
     cuda = device == "cuda"
     return Form(
-        itemsize=TORCH_DTYPE_MAP[recipe.training.mixed_precision_param].itemsize,
+        itemsize=compute_itemsize(recipe),
         trimmed=wanted,
         fla=model.kda_kernel == "fla" or (model.kda_kernel == "auto" and cuda),
         fused_norm=cuda,
     )
-
-
-def tokens_of(recipe: "Recipe") -> int:
-    """Tokens of one forward pass on one rank."""
-    return recipe.training.local_batch_size * recipe.training.seq_len
 
 
 def layer_bytes(model: "GlmFlashModel", recipe: "Recipe", device: str) -> list[int]:
@@ -84,7 +78,7 @@ class _Layer:
     def __init__(self, model: "GlmFlashModel", index: int, recipe: "Recipe", device: str) -> None:
         self.model, self.index = model, index
         self.form = form_of(model, recipe, device)
-        self.tokens = tokens_of(recipe)
+        self.tokens = local_tokens(recipe)
         self.kda = model.layer_types[index] == "kda"
         self.dense = is_dense(model, index)
         chunking = _component(recipe, "sublayer_chunking")

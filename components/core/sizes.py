@@ -1,0 +1,25 @@
+"""Sizes that memory arithmetic starts from, on one rank."""
+
+from typing import TYPE_CHECKING
+
+from torchtitan.config import TORCH_DTYPE_MAP
+
+if TYPE_CHECKING:
+    from components.core.recipe import Recipe
+
+
+def local_tokens(recipe: "Recipe") -> int:
+    """Tokens of one forward pass on one rank."""
+    parallel, training = recipe.parallelism, recipe.training
+    split = parallel.context_parallel_degree * parallel.tensor_parallel_degree
+    return training.local_batch_size * training.seq_len // split
+
+
+def compute_itemsize(recipe: "Recipe") -> int:
+    """Bytes of a number in the dtype that layers compute in."""
+    return TORCH_DTYPE_MAP[recipe.training.mixed_precision_param].itemsize
+
+
+def hidden_state(recipe: "Recipe") -> int:
+    """Bytes that pass from one layer to the next."""
+    return recipe.model.hidden_width * local_tokens(recipe) * compute_itemsize(recipe)
