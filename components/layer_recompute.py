@@ -65,12 +65,14 @@ class LayerRecompute(Component):
                 f"true saves nothing with {self.path}.every = 1, where no input is rebuilt",
                 f"use false, or {self.path}.every 2 or more",
             )
-        if config.keep_sublayers and not isinstance(recipe.model, GlmFlashModel):
+        model = recipe.model
+        several = isinstance(model, GlmFlashModel) and model.hc_mult > 1
+        if config.keep_sublayers and not several:
             yield Problem(
                 f"{self.path}.keep_sublayers",
                 "true needs a model with several residual streams; with one stream, the two "
                 "outputs of a layer take more memory than its input",
-                "use false, or a glm_flash model",
+                "use false, or a glm_flash model with model.hc_mult above 1",
             )
         if recipe.compile.enable and "model" in recipe.compile.components:
             compiled = ", ".join(recipe.compile.components)
@@ -98,8 +100,8 @@ class LayerRecompute(Component):
         if chosen:
             found.append(MemoryTerm("chosen experts and pools, kept for backward", chosen))
         if config.keep_sublayers:
-            assert isinstance(model, GlmFlashModel)
-            outputs = terms.sublayer_outputs(recipe, model.dim)
+            count = sum(terms.kept_sublayers(recipe, layer) for layer in range(model.n_layers))
+            outputs = count * terms.output_bytes(recipe)
             found.append(MemoryTerm("outputs of mixers and feed-forward parts, kept", outputs))
         return found
 

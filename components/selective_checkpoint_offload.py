@@ -1,6 +1,5 @@
 """Keep the inputs of recomputed layers in host memory until backward comes to them."""
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
@@ -23,6 +22,9 @@ from components.titan.story import narrate
 if TYPE_CHECKING:
     from components.core.recipe import Recipe
     from components.titan.trainer import RecipeTrainer
+
+LARGEST = 2**20
+"""GiB; no machine has a PiB of memory."""
 
 SMALLEST = {"cuda": 2**20, "cpu": 0}
 """Bytes below which a tensor is not worth a copy, by device."""
@@ -69,9 +71,10 @@ class SelectiveCheckpointOffload(Component):
 
         def __post_init__(self) -> None:
             budget = self.host_budget_gib
-            if budget is not None and not 0 <= budget < math.inf:
+            if budget is not None and not 0 <= budget < LARGEST:
                 raise ValueError(
-                    f"host_budget_gib is {budget}; it must be a number of GiB above 0, or null"
+                    f"host_budget_gib is {budget}; it must be a number of GiB above 0 and below "
+                    f"{LARGEST}, or null"
                 )
 
     config: Config

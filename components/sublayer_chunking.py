@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from components.core.base import Component, MemoryTerm, Target
 from components.core.problems import Problem, nearest_multiples
-from components.core.sizes import compute_itemsize, local_tokens
+from components.core.sizes import local_tokens
 from components.core.units import Tokens
 from components.models.glm_flash.chunked.overrides import (
     chunked_dsa,
@@ -15,6 +15,7 @@ from components.models.glm_flash.chunked.overrides import (
     chunked_shared_expert,
 )
 from components.models.glm_flash.settings import GlmFlashModel
+from components.recompute.terms import kept_outputs, kept_sublayers, output_bytes
 from components.titan.plan import RunPlan
 
 if TYPE_CHECKING:
@@ -97,7 +98,8 @@ class SublayerChunking(Component):
                 f"{self.config.chunk_tokens} is all of the {tokens} tokens that one rank holds "
                 f"(training.local_batch_size {recipe.training.local_batch_size} x training.seq_len "
                 f"{recipe.training.seq_len}), which saves nothing",
-                f"use a multiple of {_UNIT} below {tokens}, or {self.path}.enabled=false",
+                f"use {f'a multiple of {_UNIT} below {tokens}, or ' if tokens > _UNIT else ''}"
+                f"{self.path}.enabled=false",
             )
         counts = _counts(recipe.model)
         if not any(self._wanted(counts).values()):
@@ -128,15 +130,14 @@ class SublayerChunking(Component):
             return []
         assert isinstance(model, GlmFlashModel)
         tokens, wanted = local_tokens(recipe), self._wanted(_counts(model))
-        # Sub-layers' outputs, where they are kept anyway, are the parts' but for shared experts'.
-        parts = wanted["shared_expert"] if recompute.keep_sublayers else sum(wanted.values())
-        itemsize = compute_itemsize(recipe)
+        parts = sum(
+            kept_outputs(recipe, layer) - kept_sublayers(recipe, layer)
+            for layer in range(model.n_layers)
+        )
         cuts = (tokens - 1) // self.config.chunk_tokens
         state = model.kda_heads * model.kda_head_dim**2 * _FLOAT32
         sizes = {
-            "outputs of chunked parts, kept for recomputed layers": (
-                parts * tokens * model.dim * itemsize
-            ),
+            "outputs of chunked parts, kept for recomputed layers": (parts * output_bytes(recipe)),
             "states of KDA between chunks, kept for backward": wanted["kda"] * cuts * state,
         }
         return [MemoryTerm(name, size) for name, size in sizes.items() if size]

@@ -1,1 +1,1 @@
-"""Operators, one folder each: ``naive`` (slow plain-torch twin), the kernel, and the public op."""
+"""Operators, a folder or a module each, with a slow plain-torch twin; and what they share."""

@@ -50,7 +50,12 @@ def create(recipe: Recipe, composed: Composed, command: list[str]) -> RunDir:
     Two runs started in the same second get different directories: creation is exclusive.
     """
     wanted = new_path(recipe, composed)
-    wanted.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        wanted.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RecipeError(
+            [Problem("output_dir", f"cannot create {wanted.parent}: {error.strerror}")]
+        ) from None
     for attempt in range(1000):
         path = wanted.with_name(wanted.name + (f"-{attempt}" if attempt else ""))
         try:

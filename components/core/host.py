@@ -21,8 +21,8 @@ def memory_total() -> int:
 
 
 def memory_available() -> int:
-    """Bytes of host memory that are free or can be freed, by the machine's own account."""
-    return min(_meminfo("MemAvailable"), memory_total())
+    """Bytes of host memory that this process can still get: free, or caches that can be freed."""
+    return min([_meminfo("MemAvailable"), *_left_by_limits()])
 
 
 def cores() -> float:
@@ -66,6 +66,24 @@ def _meminfo(key: str) -> int:
     if match is None:
         raise RuntimeError(f"/proc/meminfo has no {key}")
     return int(match[1]) * 1024
+
+
+def _left_by_limits() -> list[int]:
+    """What each control group's limit leaves, its cached files counted as free."""
+    left = []
+    for folder in _folders("memory"):
+        for limit_in, used_in in (
+            ("memory.max", "memory.current"),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+        ):
+            limit, used = _read(folder / limit_in), _read(folder / used_in)
+            if not limit.isdigit() or int(limit) >= _UNLIMITED:
+                continue
+            cached = re.search(
+                r"^inactive_file (\d+)$", _read(folder / "memory.stat"), re.MULTILINE
+            )
+            left.append(max(0, int(limit) - int(used or 0) + (int(cached[1]) if cached else 0)))
+    return left
 
 
 def _limits(controller: str, *names: str) -> list[int]:

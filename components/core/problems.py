@@ -90,5 +90,5 @@ def divisors(number: int) -> list[int]:
 
 def nearest_multiples(value: int, unit: int) -> str:
     """The positive multiples of ``unit`` around ``value``, as "1024 or 1536"."""
-    down, up = value // unit * unit, -(-value // unit) * unit
+    down, up = value // unit * unit, max(unit, -(-value // unit) * unit)
     return f"{down} or {up}" if down > 0 else str(up)

@@ -59,9 +59,13 @@ class Arena:
         """The memory of a place: uint8 (nbytes,) on the host."""
         return self._slab.view(place.start, place.nbytes)
 
+    def holds(self, place: Place) -> bool:
+        """Whether a place is its taker's still: one from before the last ``clear`` is not."""
+        return place.generation == self._generation
+
     def give(self, place: Place) -> None:
-        """Hand a place back; one from before the last ``clear`` has been already."""
-        if place.generation != self._generation:
+        """Hand a place back, if it has not been taken back already."""
+        if not self.holds(place):
             return
         insort(self._free, (place.start, place.start + aligned(place.nbytes)))
         joined: list[tuple[int, int]] = []

@@ -58,18 +58,22 @@ def claim(owner: str, payload: int, budget: int | None, device: torch.device) ->
     requests = gather(mine)
     refuse_too_much(owner, requests)
     share = int((1 - SPARE) * mine.available) // sum(each.host == mine.host for each in requests)
-    account.limit = account.pinned + max(share, mine.needed)
-    account.reserve(owner, payload, mine.needed)
+    if account.limit is None:
+        # Whoever comes later shares what this machine had when the first one came.
+        account.limit = max(share, mine.needed)
     slab, problem = None, ""
     try:
+        account.reserve(owner, payload, mine.needed)
         slab = Slab(payload, device, cpus_near(device))
-    except (PinningRefused, OSError, MemoryError) as error:
-        problem = str(error)
+    except Exception as error:
+        # Whatever it is, the other ranks are waiting to hear of it.
+        problem = str(error) or repr(error)
     refused = {rank: text for rank, text in enumerate(gather(problem)) if text}
     if refused or slab is None:
         if slab is not None:
             slab.close()
-        account.release(owner)
+        if slab is not None or owner in account.holdings:
+            account.release(owner)
         raise PinningRefused(_refusal(owner, refused))
     return slab
 

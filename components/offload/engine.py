@@ -93,6 +93,7 @@ class Engine:
         self._graves = graves
         self._session: _Session | None = None
         self._waiting: deque[tuple[int, Waiting]] = deque()
+        self._orphans: list[tuple[torch.Tensor, Mark]] = []
         self._closed = False
 
     def begin(self) -> None:
@@ -156,9 +157,12 @@ class Engine:
         cdata, version, reference = storage_key(tensor)
         if (cdata, version) in session.known:
             _, other = session.known[cdata, version]
-            stored = None if other is None else other()
-            # Where its first user left it on the device, a copy would free nothing.
-            return stored or "not chosen"
+            if other is None:
+                # Its first user left it on the device: a copy would free nothing.
+                return "not chosen"
+            stored = other()
+            if stored is not None:
+                return stored
         if number not in self._chosen:
             session.known[cdata, version] = (reference, None)
             return "not chosen"
@@ -255,14 +259,13 @@ class Engine:
         """Nothing refers to ``stored`` any more."""
         if self._closed:
             return
-        if stored.waiting is not None and stored.waiting.tensor is not None:
-            self._let_go(stored.waiting)
+        # Called wherever the garbage collector runs, perhaps on another stream: what copies still
+        # use is let go of when the engine is next called, from where computation goes on.
+        if stored.waiting is not None:
+            stored.waiting.wanted = False
         if stored.ahead is not None:
-            memory, ready = stored.ahead
-            self._lanes.wait(ready)
-            if self._graves is not None:
-                self._graves.bury(memory)
-        if self._graves is not None:
+            self._orphans.append(stored.ahead)
+        if self._graves is not None and self._arena.holds(stored.place):
             # From the device, as a step of the computation: that has waited for the copies.
             host = self._arena.view(stored.place)
             host.copy_(spoilt(host.numel(), self._device), non_blocking=True)
@@ -280,12 +283,20 @@ class Engine:
         self._arena.clear()
 
     def _sweep(self) -> None:
+        """Let go of what was brought back for nobody."""
+        while self._orphans:
+            memory, ready = self._orphans.pop()
+            self._lanes.wait(ready)
+            if self._graves is not None:
+                self._graves.bury(memory)
+            del memory
         if self._graves is not None:
             self._graves.sweep()
 
 
 def _refuse_changed(waiting: Waiting) -> None:
-    if waiting.tensor is not None and waiting.tensor._version != waiting.version:
+    changed = waiting.tensor is not None and waiting.tensor._version != waiting.version
+    if changed and waiting.wanted:
         raise RuntimeError(
             "a layer changed its input in place while it was being copied to the host; "
             "components.selective_checkpoint_offload.streams=false makes the copy first"

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from components.core.sizes import compute_itemsize, local_tokens
-from components.models.glm_flash.settings import GlmFlashModel
+from components.core.sizes import compute_itemsize, hidden_state, local_tokens
 from components.offload.arena import aligned
+from components.recompute.terms import kept_outputs, output_bytes
 
 if TYPE_CHECKING:
     from components.core.recipe import Recipe
@@ -40,36 +40,13 @@ def units_of(recipe: "Recipe") -> list[Unit]:
         recipe: checked, with ``components.layer_recompute`` on, without pipeline parallelism.
     """
     every, layers = recipe.components.layer_recompute.every, recipe.model.n_layers
-    one = local_tokens(recipe) * compute_itemsize(recipe)
     units = []
     for start in range(0, layers, every):
         members = range(start, min(start + every, layers))
-        outputs = sum(_kept_outputs(recipe, layer) for layer in members)
-        held = (one * _output_width(recipe),) * outputs
-        units.append(Unit(one * recipe.model.hidden_width, held, members))
+        outputs = sum(kept_outputs(recipe, layer) for layer in members)
+        held = (output_bytes(recipe),) * outputs
+        units.append(Unit(hidden_state(recipe), held, members))
     return units
-
-
-def _output_width(recipe: "Recipe") -> int:
-    model = recipe.model
-    return model.dim if isinstance(model, GlmFlashModel) else recipe.model.hidden_width
-
-
-def _kept_outputs(recipe: "Recipe", layer: int) -> int:
-    """How many outputs of a layer's parts are kept for its recomputation."""
-    model = recipe.model
-    if not isinstance(model, GlmFlashModel):
-        return 0
-    chunking = recipe.components.sublayer_chunking
-    mixer, dense = model.layer_types[layer], layer < model.n_dense_layers
-    shared = chunking.enabled and chunking.shared_expert and not dense
-    if recipe.components.layer_recompute.keep_sublayers:
-        # A chunked part's kept output is the sub-layer's, except for the shared expert's.
-        return 2 + shared
-    if not chunking.enabled:
-        return 0
-    cut = chunking.kda if mixer == "kda" else chunking.dsa
-    return cut + (chunking.feed_forward and dense) + shared
 
 
 def working_sets(recipe: "Recipe", units: list[Unit], device: str) -> list[int] | None:

@@ -59,11 +59,13 @@ class Waiting:
         tensor: shares memory and version with what was saved; None once it was let go.
         version: of the tensor when the copy was asked for.
         copied: when the copy is done.
+        wanted: whether anybody can still ask for the copy.
     """
 
     tensor: torch.Tensor | None
     version: int
     copied: Mark
+    wanted: bool = True
 
 
 @dataclass(eq=False)

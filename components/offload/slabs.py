@@ -54,6 +54,7 @@ class Slab:
             PinningRefused: with the size, the system's answer and the limit on locked memory.
         """
         self.payload, self.pinned = payload, pinned_bytes(payload)
+        # Shared, so that pages stay these ones when a process forks while a copy is under way.
         self._bytes = torch.frombuffer(mmap.mmap(-1, self.pinned), dtype=torch.uint8)
         _touch(self._bytes.data_ptr(), self.pinned, cpus)
         self._registered = device.type == "cuda"

@@ -35,7 +35,8 @@ class LayerRecomputePolicy(FullAC):
                     layer,
                     segment,
                     place,
-                    keep_sublayers=self.config.keep_sublayers,
+                    # The last one is never rebuilt, so nobody would ask for its outputs.
+                    keep_sublayers=self.config.keep_sublayers and place + 1 < len(group),
                     preserve_rng_state=self.config.preserve_rng_state,
                 )
                 layers.register_module(name, wrapped)

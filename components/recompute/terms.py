@@ -6,6 +6,7 @@ from torchtitan.models.common.moe import TokenChoiceTopKRouter
 
 from components.core.sizes import compute_itemsize, local_tokens
 from components.models.glm_flash.indexer import Indexer
+from components.models.glm_flash.settings import GlmFlashModel
 
 if TYPE_CHECKING:
     from components.core.recipe import Recipe
@@ -14,9 +15,36 @@ _EXPERT_ID = 8
 _POOL = 4
 
 
-def sublayer_outputs(recipe: "Recipe", width: int) -> int:
-    """The outputs of every layer's mixer and feed-forward part, ``width`` numbers a token each."""
-    return 2 * recipe.model.n_layers * width * local_tokens(recipe) * compute_itemsize(recipe)
+def kept_sublayers(recipe: "Recipe", layer: int) -> int:
+    """How many of a layer's two sub-layer outputs ``layer_recompute.keep_sublayers`` keeps.
+
+    None of a segment's last layer, which is never rebuilt.
+    """
+    recompute, last = recipe.components.layer_recompute, recipe.model.n_layers - 1
+    rebuilt = layer != last and (layer + 1) % recompute.every != 0
+    return 2 if recompute.keep_sublayers and rebuilt else 0
+
+
+def kept_outputs(recipe: "Recipe", layer: int) -> int:
+    """How many outputs of a layer's parts are kept for its recomputation, by whichever component.
+
+    A chunked part's kept output is the sub-layer's, except for the shared expert's.
+    """
+    model, chunking = recipe.model, recipe.components.sublayer_chunking
+    sublayers = kept_sublayers(recipe, layer)
+    if not isinstance(model, GlmFlashModel) or not chunking.enabled:
+        return sublayers
+    dense = layer < model.n_dense_layers
+    shared = chunking.shared_expert and not dense and model.n_shared_experts > 0
+    mixer = chunking.kda if model.layer_types[layer] == "kda" else chunking.dsa
+    return (sublayers or mixer + (chunking.feed_forward and dense)) + shared
+
+
+def output_bytes(recipe: "Recipe") -> int:
+    """Bytes of the output of one mixer or feed-forward part."""
+    model = recipe.model
+    width = model.dim if isinstance(model, GlmFlashModel) else model.hidden_width
+    return width * local_tokens(recipe) * compute_itemsize(recipe)
 
 
 def choices(recipe: "Recipe") -> int:

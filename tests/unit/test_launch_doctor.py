@@ -138,6 +138,21 @@ def test_memory_is_the_least_that_any_enclosing_group_grants(cgroups: Path) -> N
     assert CpuDevice.get_device_properties().total_memory == GIB
 
 
+def test_what_a_group_uses_is_not_available_but_its_file_cache_is(cgroups: Path) -> None:
+    mib = 2**20
+    write(
+        cgroups,
+        {
+            "self": "0::/job",
+            "job/memory.max": str(100 * mib),
+            "job/memory.current": str(70 * mib),
+            "job/memory.stat": f"anon 1\ninactive_file {20 * mib}\nactive_file 5",
+        },
+    )
+    assert host.memory_total() == 100 * mib
+    assert host.memory_available() == 50 * mib
+
+
 def test_memory_limits_of_the_first_version_count_too(cgroups: Path) -> None:
     write(cgroups, {"self": "3:memory:/a\n0::/", "memory/a/memory.limit_in_bytes": str(2 * GIB)})
     assert host.memory_total() == 2 * GIB

@@ -27,8 +27,8 @@ MoE, combine       KDe + 4K                                 4KD instead of KDe
 MoE, shared        3Se                                      3Se
 ================== ======================================== =======================================
 
-Full recompute keeps nDe per layer. Every k layers keeps nDe per k layers, and k nDe more while one
-segment is differentiated.
+Full recompute keeps nDe per layer. Every k layers keeps nDe per k layers, and (k - 1) nDe more
+while one segment is differentiated.
 
 Against the plan that was made before there was code (the published model, bfloat16, all sites
 trimmed, fla, bytes per token): the plan counts a mixer's input De = 8,192 at the mHC site, and is
@@ -45,7 +45,7 @@ MoE                         186,720 251,332 below
 45 layers                21,419,820 22,632,208
   without trimming                  46,032,001 (fused norms)
   full recompute          1,474,560 1,474,560
-  every 7 layers            229,376   229,376 and as much while a segment is differentiated
+  every 7 layers            229,376   229,376 and 196,608 more while a segment is differentiated
 =========================== ======= ======= ==============================================
 
 * DSA: the kernel keeps queries, latents and pool numbers, and computes the absorbed form again. It
@@ -134,7 +134,7 @@ def kept_every(model: "GlmFlashModel", every: int, tokens: int, form: Form) -> t
         Bytes between forward and backward, and bytes more while one segment is differentiated.
     """
     boundary = boundary_bytes(model, tokens, form)
-    return -(-model.n_layers // every) * boundary, (every if every > 1 else 0) * boundary
+    return -(-model.n_layers // every) * boundary, (every - 1) * boundary
 
 
 def _site(model: "GlmFlashModel", tokens: int, form: Form) -> int:

@@ -62,8 +62,11 @@ class _KdaPart(Part):
         """The documents of the piece and of the rows before it, as if nothing came before."""
         source = slice(piece.begin - before, piece.stop)
         first, *rest = piece.lengths
+        # Made on the device: the lengths are known here, and asking for them would wait for it.
+        position, count = self.documents.position[source], before + first
+        counted = torch.arange(count, device=position.device)
         return Documents(
-            position=self.documents.position[source],
-            start=self.documents.start[source] - source.start,
-            lengths=(before + first, *rest),
+            position=torch.cat([counted, position[count:]]),
+            start=(self.documents.start[source] - source.start).clamp_min(0),
+            lengths=(count, *rest),
         )
