@@ -8,10 +8,11 @@ import torch
 
 from components.core.base import Component, MemoryTerm, Target
 from components.core.problems import Problem
+from components.core.sizes import logits
 from components.offload.accountant import GIB, gib, host_accountant
 from components.offload.claim import claim
 from components.offload.engine import AWAITING_COPY, Counts, Engine
-from components.offload.layout import Unit, loss_working_set, units_of, working_sets
+from components.offload.layout import Unit, units_of, working_sets
 from components.offload.order import choose, forward_order, peak
 from components.offload.slabs import Slab, cpus_near, pinned_bytes
 from components.offload.streams import lanes_for
@@ -246,4 +247,4 @@ class SelectiveCheckpointOffload(Component):
         needed = working_sets(recipe, units, device) if self.config.order == "peak" else None
         if needed is None:
             return forward_order(sizes, budget)
-        return choose(sizes, needed, loss_working_set(recipe), budget, self._waiting())
+        return choose(sizes, needed, logits(recipe), budget, self._waiting())

@@ -5,6 +5,7 @@ from torchtitan.distributed import ParallelDims
 from components.core.base import MemoryTerm, Target
 from components.core.recipe import Recipe
 from components.core.registry import component_types, enabled_components
+from components.core.sizes import logits
 from components.models.counts import count_parameters
 from components.titan.batch import sequences_per_pass, sequences_per_step
 
@@ -32,6 +33,7 @@ def memory_terms(recipe: Recipe, target: Target) -> list[MemoryTerm]:
     Activations inside layers are estimated for models that say what their layers keep.
     """
     activations = _activations(recipe, target)
+    estimated = recipe.model.layer_saved_bytes(recipe, target.device) is not None
     total = count_parameters(recipe.model.build_spec()).total
     dims = ParallelDims.from_config(recipe.parallelism, target.ranks)
     nbytes = total * recipe.optimizer.bytes_per_parameter(recipe.training.dtype)
@@ -39,7 +41,8 @@ def memory_terms(recipe: Recipe, target: Target) -> list[MemoryTerm]:
         "parameters, gradients and AdamW moments",
         nbytes * dims.dp_replicate // target.ranks,
         "host" if recipe.training.enable_cpu_offload else "device",
-        f"{'' if activations else 'activations, '}buffers and communication come on top",
+        ("" if estimated else "activations inside layers, ")
+        + "buffers and communication come on top",
     )
     enabled = enabled_components(recipe.components)
     of_components = (t for component in enabled for t in component.memory_terms(recipe, target))
@@ -47,19 +50,26 @@ def memory_terms(recipe: Recipe, target: Target) -> list[MemoryTerm]:
 
 
 def _activations(recipe: Recipe, target: Target) -> list[MemoryTerm]:
-    """What layers hold inside; nothing for models that do not say."""
+    """What layers hold inside, as far as the model says it, and what the loss holds.
+
+    No layer runs while the loss does, so what they need for a while is not added up.
+    """
+    loss = MemoryTerm("logits and their gradient, while the loss is computed", logits(recipe))
     working = recipe.model.layer_working_set_bytes(recipe, target.device)
     kept = recipe.model.layer_saved_bytes(recipe, target.device)
     if working is None or kept is None:
-        return []
+        return [loss]
     if any(component.name in _RECOMPUTE for component in enabled_components(recipe.components)):
         name = "working set of the layer that needs most, while it is recomputed"
-        return [MemoryTerm(name, max(working), note="at most")]
+        return [_larger(MemoryTerm(name, max(working), note="at most"), loss)]
     passing = max(max(w - k, 0) for w, k in zip(working, kept, strict=True))
-    return [
-        MemoryTerm("activations inside all layers, kept for backward", sum(kept)),
-        MemoryTerm("temporary tensors of one layer's backward", passing, note="at most"),
-    ]
+    temporary = MemoryTerm("temporary tensors of one layer's backward", passing, note="at most")
+    inside = MemoryTerm("activations inside all layers, kept for backward", sum(kept))
+    return [inside, _larger(temporary, loss)]
+
+
+def _larger(first: MemoryTerm, second: MemoryTerm) -> MemoryTerm:
+    return max(first, second, key=lambda term: term.nbytes)
 
 
 def _term(term: MemoryTerm) -> str:

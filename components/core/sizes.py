@@ -7,6 +7,8 @@ from torchtitan.config import TORCH_DTYPE_MAP
 if TYPE_CHECKING:
     from components.core.recipe import Recipe
 
+_FLOAT32 = 4
+
 
 def local_tokens(recipe: "Recipe") -> int:
     """Tokens of one forward pass on one rank."""
@@ -23,3 +25,11 @@ def compute_itemsize(recipe: "Recipe") -> int:
 def hidden_state(recipe: "Recipe") -> int:
     """Bytes that pass from one layer to the next."""
     return recipe.model.hidden_width * local_tokens(recipe) * compute_itemsize(recipe)
+
+
+def logits(recipe: "Recipe") -> int:
+    """Bytes of the logits that exist at one time: in the compute dtype, in float32, and their
+    gradient in float32."""
+    chunked = recipe.components.chunked_loss
+    tokens = local_tokens(recipe) // (chunked.num_chunks if chunked.enabled else 1)
+    return tokens * recipe.model.vocab_size * (compute_itemsize(recipe) + 2 * _FLOAT32)

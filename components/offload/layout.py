@@ -3,14 +3,12 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from components.core.sizes import compute_itemsize, hidden_state, local_tokens
+from components.core.sizes import hidden_state
 from components.offload.arena import aligned
 from components.recompute.terms import kept_outputs, output_bytes
 
 if TYPE_CHECKING:
     from components.core.recipe import Recipe
-
-_FLOAT32 = 4
 
 
 @dataclass(frozen=True)
@@ -65,12 +63,3 @@ def working_sets(recipe: "Recipe", units: list[Unit], device: str) -> list[int] 
         max(of_layer[layer] + place * unit.boundary for place, layer in enumerate(unit.layers))
         for unit in units
     ]
-
-
-def loss_working_set(recipe: "Recipe") -> int:
-    """Bytes of the logits that exist at one time on one rank: in the compute dtype, in float32,
-    and their gradient in float32."""
-    chunked = recipe.components.chunked_loss
-    tokens = local_tokens(recipe) // (chunked.num_chunks if chunked.enabled else 1)
-    width = compute_itemsize(recipe) + 2 * _FLOAT32
-    return tokens * recipe.model.vocab_size * width

@@ -213,11 +213,14 @@ def test_components_come_after_those_they_name() -> None:
 def test_memory_is_the_sum_of_terms_and_decides_the_result(monkeypatch: Any) -> None:
     recipe = load_recipe(RECIPES / "moe_120b_128k_16xh200_fsdp2.yaml", []).recipe
     target = Target("cuda", 16, 139 * 2**30)
-    state, hidden = memory_terms(recipe, target)
+    state, hidden, loss = memory_terms(recipe, target)
     assert state.nbytes == 122_088_694_784 * 16 // 16
     # 7 layers, 7,168 wide in bfloat16, one sequence over 16 ranks.
     cp = recipe.parallelism.context_parallel_degree
     assert hidden.nbytes == 7 * 7168 * 2 * 131_072 // cp
+    # Logits of one of 16 chunks: bfloat16, float32 and a gradient in float32.
+    chunks = recipe.components.chunked_loss.num_chunks
+    assert loss.nbytes == 131_072 // cp // chunks * recipe.model.vocab_size * 10
     assert summarise(recipe, target).endswith("no problem found")
     unknown = summarise(recipe, Target("cuda", 16))
     assert unknown.endswith("not compared with a device, as hardware.memory is not set")
@@ -227,7 +230,8 @@ def test_memory_is_the_sum_of_terms_and_decides_the_result(monkeypatch: Any) -> 
     for kind in (Component, FullRecompute):
         monkeypatch.setattr(kind, "memory_terms", lambda self, recipe, target: [saved, grown])
     # Two components are on in this recipe.
-    assert [t.nbytes for t in memory_terms(recipe, target)[1:]] == [saved.nbytes, grown.nbytes] * 2
+    of_components = memory_terms(recipe, target)[1:-1]
+    assert [t.nbytes for t in of_components] == [saved.nbytes, grown.nbytes] * 2
     assert "DO NOT FIT into the 139 GiB" in summarise(recipe, target)
 
 

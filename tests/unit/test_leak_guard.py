@@ -192,6 +192,57 @@ def test_a_tensor_held_outside_of_the_model_is_described() -> None:
         ELSEWHERE.clear()
 
 
+class Again(torch.autograd.Function):
+    """Runs a module in forward, and once more in backward, for its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, part: nn.Module) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        ctx.part = part
+        return part(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            ctx.part(x).backward(gradient)
+        return x.grad, None
+
+
+class Part(nn.Module):
+    def __init__(self, kept: list[torch.Tensor]) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+        self._keep = kept.append
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.inner(x).sigmoid()
+        if in_backward():
+            self._keep(h.detach())
+        return h * 2
+
+
+class InParts(nn.Module):
+    def __init__(self, kept: list[torch.Tensor]) -> None:
+        super().__init__()
+        self.part = Part(kept)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + Again.apply(x, self.part)
+
+
+def test_what_a_part_keeps_when_it_runs_again_in_its_layers_backward_is_a_leak() -> None:
+    kept: list[torch.Tensor] = []
+    model = Model(lambda layer, h: None, recompute=False)
+    model.layers["1"] = InParts(kept)
+    guard = LeakGuard(SimpleNamespace(model_parts=[model]))
+    with pytest.raises(ActivationLeak) as raised:
+        for _ in range(2):
+            with guard.microbatch():
+                model(torch.ones(4, 8)).sum().backward()
+    assert "made by aten.sigmoid.default in the backward of layers.1.part" in str(raised.value)
+
+
 def test_a_tensor_in_a_reference_cycle_is_told_apart() -> None:
     def circle(layer: Layer, h: torch.Tensor) -> None:
         ring: list[Any] = [h.detach()]

@@ -162,3 +162,69 @@ def test_memory_that_is_let_go_of_too_early_is_noticed(
     got = [tensor for seed in range(3) for tensor in pass_through(model, engine, seed)]
     wanted = [tensor for seed in range(3) for tensor in pass_through(Model(), seed=seed)]
     assert not all(map(torch.equal, got, wanted))
+
+
+class Synchronised(Watched):
+    """Notes when the engine waited for every copy, and how many had been asked for by then."""
+
+    def __init__(self) -> None:
+        super().__init__(beside=True)
+        self.synchronised: list[int] = []
+
+    def synchronise(self) -> None:
+        self.synchronised.append(self.sent)
+
+
+def test_what_was_brought_back_for_nobody_is_waited_for_before_it_is_let_go_of() -> None:
+    lanes = Synchronised()
+    engine = made(6, lanes, range(6))
+    engine.begin()
+    recalls = [engine.boundary(inputs(seed)) for seed in range(5)]
+    recalls.pop()()
+    recalls.pop()()
+    # The copy of the one before has been asked for, and now nobody will take it.
+    asked = f"restored {len(lanes.restored)}"
+    lanes.waited.clear()
+    recalls.pop()
+    gc.collect()
+    assert asked not in lanes.waited and not lanes.restored[-1].expired()
+    recalls.pop()()
+    assert asked in lanes.waited and lanes.restored[-2].expired()
+    engine.end()
+
+
+def test_a_recall_that_outlives_its_micro_batch_takes_no_place_from_the_next() -> None:
+    engine = made(2, Watched(beside=True), range(6))
+    engine.begin()
+    late = [engine.boundary(inputs(seed)) for seed in range(2)]
+    engine.end()
+    engine.begin()
+    recalls = [engine.boundary(inputs(seed)) for seed in (3, 4)]
+    assert engine.counts.offloaded == 4 and not engine.counts.left
+    del late
+    gc.collect()
+    assert torch.equal(recalls[1](), inputs(4)) and torch.equal(recalls[0](), inputs(3))
+
+
+def test_poison_spares_a_place_that_belongs_to_another_by_now() -> None:
+    engine = made(1, Watched(beside=True), range(6), graves=Graves())
+    engine.begin()
+    late = [engine.boundary(inputs(0))]
+    engine.end()
+    engine.begin()
+    recall = engine.boundary(inputs(1))
+    late.clear()
+    gc.collect()
+    assert torch.equal(recall(), inputs(1))
+
+
+def test_copies_are_over_before_places_are_used_again_after_an_error_and_before_the_end() -> None:
+    lanes = Synchronised()
+    engine = made(6, lanes, range(6))
+    engine.begin()
+    engine.boundary(inputs(0))
+    engine.begin()
+    assert lanes.synchronised == [1]
+    engine.boundary(inputs(1))
+    engine.close()
+    assert lanes.synchronised[-1] == 2

@@ -180,6 +180,15 @@ def test_gradients_that_nobody_wants_are_not_computed():
     torch.testing.assert_close(weight.grad, x.sum(0))
 
 
+def test_gradients_of_shared_tensors_are_summed_in_float32_over_blocks(monkeypatch):
+    """In bfloat16, 256 + 1 is 256 again: a thousand ones would not be counted."""
+    monkeypatch.setattr(row_blocks, "ELEMENTS", 1)
+    x = torch.ones(1000, 1, dtype=torch.bfloat16)
+    weight = torch.ones(1, dtype=torch.bfloat16, requires_grad=True)
+    replay(torch.mul, 1, (x,), (weight,)).sum().backward()
+    assert weight.grad.item() == 1000
+
+
 @pytest.mark.parametrize("name", ["read", "rms_norm", "swiglu", "gated_rms_norm"])
 def test_no_rows_are_no_special_case(name):
     inputs = [t[:0].detach().requires_grad_() if t.dim() > 1 else t for t in
@@ -324,7 +333,18 @@ def test_models_that_do_not_say_have_no_estimate():
     assert recipe.model.layer_working_set_bytes(recipe) is None
     assert recipe.model.layer_saved_bytes(recipe) is None
     state = memory_terms(recipe, Target("cuda", 16))[0]
-    assert state.note.startswith("activations, buffers")
+    assert state.note.startswith("activations inside layers, buffers")
+
+
+def test_check_reports_logits_where_they_are_larger_than_what_layers_need():
+    recipe = load_recipe(RECIPES / "glm_flash_128k_64xh200.yaml", []).recipe
+    target = Target("cuda", 64)
+    assert not any("logits" in term.name for term in memory_terms(recipe, target))
+    recipe.components.chunked_loss.enabled = False
+    terms = {term.name: term.nbytes for term in memory_terms(recipe, target)}
+    (whole,) = [size for name, size in terms.items() if "logits" in name]
+    assert whole == 2**17 * 154_880 * 10
+    assert not any("working set" in name for name in terms)
 
 
 def test_a_trimmed_layer_keeps_documents_apart():

@@ -228,3 +228,10 @@ def test_without_a_device_random_numbers_are_left_alone() -> None:
     torch.manual_seed(3)
     with tape.replaying():
         assert not torch.equal(noisy_region(), first)
+
+
+def test_a_replay_with_one_sublayer_more_than_was_recorded_says_so() -> None:
+    tape = Tape(keep_sublayers=True)
+    run(tape.recording(), lambda: sublayer(Counted()))
+    with pytest.raises(RuntimeError, match="more kept values than its first run kept"):
+        run(tape.replaying(), lambda: sublayer(Counted()) + sublayer(Counted()))

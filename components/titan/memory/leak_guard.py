@@ -53,6 +53,8 @@ class _Made:
     nbytes: int
     by: str
     place: Place
+    again: bool
+    """Made by a module's forward that ran inside backward."""
 
     def alive(self) -> bool:
         if self.memory.expired():
@@ -125,17 +127,17 @@ class LeakGuard:
         known = self._made.get(key)
         if known is not None and not known.memory.expired():
             return
-        shape, nbytes = tuple(tensor.shape), storage.nbytes()
         self._made[key] = _Made(
-            StorageWeakRef(storage), key, shape, short_dtype(tensor.dtype), nbytes, operation, place
-        )
+            StorageWeakRef(storage), key, tuple(tensor.shape), short_dtype(tensor.dtype),
+            storage.nbytes(), operation, place, self._tracker.repeating,
+        )  # fmt: skip
 
     def _entered(self, module: nn.Module, name: str, inputs: Any, again: bool) -> None:
         if not again or name != Place("recompute", name).layer:
             return
         given = {storage_key(tensor) for tensor in plain_tensors(inputs)} | self._handed_on
-        made = [m for key, m in self._made.items() if m.place.work == "recompute"]
-        self._judge([m for m in made if m.key not in given], "its layer's backward")
+        made = [m for m in self._made.values() if m.again and m.key not in given]
+        self._judge(made, "its layer's backward")
 
     def _left(self, name: str, output: Any) -> None:
         if in_backward() and name == Place("recompute", name).layer:
@@ -160,7 +162,7 @@ class LeakGuard:
         if holder is not None and holder.tensor.grad_fn is not None:
             return True
         a_number = made.nbytes <= NUMBER_BYTES
-        in_flight = made.place.work == "backward" and holder is None
+        in_flight = made.place.work == "backward" and not made.again and holder is None
         return not (self._first or a_number or in_flight)
 
     def _kept_on_purpose(self) -> set[int]:

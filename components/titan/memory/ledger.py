@@ -2,14 +2,20 @@
 
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from components.titan.memory.places import Place
-from components.titan.memory.storages import TensorWatch, plain_tensors, short_dtype, unwrapped
+from components.titan.memory.storages import (
+    TensorWatch,
+    plain_tensors,
+    short_dtype,
+    storage_key,
+    unwrapped,
+)
 from components.titan.memory.timeline import Block, Category
 
 _STRENGTH: tuple[Category, ...] = (
@@ -41,19 +47,28 @@ class Ledger:
         entries: all entries so far, in order of birth.
     """
 
-    def __init__(self, device: str, clock: Callable[[], float], here: Callable[[], Place]) -> None:
+    def __init__(
+        self,
+        device: str,
+        clock: Callable[[], float],
+        here: Callable[[], Place],
+        host: Collection[int] = (),
+    ) -> None:
         """
         Args:
             device: type of the device whose memory is counted: "cpu" or "cuda".
             clock: seconds since the step began.
             here: the place at work.
+            host: keys of storages that stand for another memory than the device's even where both
+                are the CPU's: they are left out, and what is copied from them was kept there.
         """
         self.entries: list[Entry] = []
         self._device = device
         self._clock = clock
         self._here = here
+        self._host = frozenset(host)
         self._alive: dict[int, Entry] = {}
-        self._watch = TensorWatch(self._made, self._used)
+        self._watch = TensorWatch(self._made, self._used, self._copied)
 
     def open(self) -> None:
         """Take stock of the tensors that Python knows, and watch from now on."""
@@ -93,11 +108,15 @@ class Ledger:
         # Made before, or where the watch does not see: it counts from the moment it is seen.
         self._enter(tensor, self._clock(), Place("data"), "")
 
+    def _copied(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        if any(storage_key(plain) in self._host for plain in unwrapped(source)):
+            self.mark(target, "kept")
+
     def _enter(self, tensor: torch.Tensor, time: float, place: Place, maker: str) -> None:
         if tensor.device.type != self._device:
             return
         storage = tensor.untyped_storage()
-        if storage._cdata in self._alive or storage.nbytes() == 0:
+        if storage._cdata in self._alive or storage._cdata in self._host or not storage.nbytes():
             return
         block = Block(
             nbytes=storage.nbytes(), born=time, place=place, shape=tuple(tensor.shape),

@@ -13,7 +13,8 @@ def phase_name(place: Place) -> str:
     if place.module:
         return place.work if place.work == "loss" else f"{place.work} {place.module.split('.')[0]}"
     # Between two modules of the model, or of its backward.
-    return "" if place.work in ("forward", "backward", "recompute") else place.work
+    within = ("forward", "backward", "recompute", "rebuild")
+    return "" if place.work in within else place.work
 
 
 class PhaseLog:
@@ -46,7 +47,7 @@ def sort_blocks(blocks: list[Block], phases: list[Phase]) -> None:
 
     Forward's blocks that outlive their phase were saved for backward: by a layer that is repeated,
     they are what it keeps; by others, activations. A repeated forward's that outlive it are
-    activations again. The rest is temporary.
+    activations again, and a rebuilding one's are the inputs it was run for. The rest is temporary.
     """
     starts = [phase.start for phase in phases]
     repeated = {phase.name.partition(" ")[2] for phase in phases if phase.work == "recompute"}
@@ -56,8 +57,9 @@ def sort_blocks(blocks: list[Block], phases: list[Phase]) -> None:
         index = bisect_right(starts, block.born)
         end = starts[index] if index < len(starts) else None
         outlives = end is not None and (block.died is None or block.died > end)
-        if block.place.work in ("forward", "recompute", "loss") and outlives:
-            kept = block.place.work == "forward" and block.place.layer in repeated
+        work = block.place.work
+        if work in ("forward", "recompute", "rebuild", "loss") and outlives:
+            kept = work == "rebuild" or (work == "forward" and block.place.layer in repeated)
             block.category = "kept" if kept else "activations"
-        elif block.place.work != "data" and block.died is not None:
+        elif work != "data" and block.died is not None:
             block.category = "temporary"

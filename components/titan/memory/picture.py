@@ -24,6 +24,7 @@ WORK_COLORS = {
     "data": "#d9d9d9",
     "forward": "#9ecae1",
     "recompute": "#fdae6b",
+    "rebuild": "#fee391",
     "loss": "#bcbddc",
     "backward": "#fc9272",
     "optimizer": "#a1d99b",

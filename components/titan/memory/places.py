@@ -12,7 +12,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 from torch.utils._pytree import tree_leaves
 
-Work = Literal["data", "forward", "recompute", "loss", "backward", "optimizer"]
+Work = Literal["data", "forward", "recompute", "rebuild", "loss", "backward", "optimizer"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,9 @@ class Place:
     """Where in a step something happens.
 
     Attributes:
-        work: what is being done. "recompute" is a forward that runs inside backward.
+        work: what is being done. "recompute" is a layer's forward that runs again inside backward,
+            "rebuild" one that does so without a graph, for the input of a later layer. What a
+            layer's backward runs of its modules again, piece by piece, is "backward".
         module: dotted name of the innermost module at work, "" for the model itself or none.
     """
 
@@ -32,6 +34,11 @@ class Place:
         """Name of the decoder layer ("layers.3"), or "" outside of them."""
         parts = self.module.split(".")
         return ".".join(parts[:2]) if parts[0] == "layers" and len(parts) > 1 else ""
+
+    @property
+    def unit(self) -> str:
+        """Name of the layer, or of the model's own module ("norm") outside of them."""
+        return self.layer or self.module.partition(".")[0]
 
     def __str__(self) -> str:
         return f"{self.work} of {self.module}" if self.module else self.work
@@ -57,7 +64,7 @@ class PlaceTracker:
     Attributes:
         here: the place now.
         on_change: called with the new place whenever it changes.
-        on_enter: called with module, name, inputs and whether it is a repeated forward.
+        on_enter: called with module, name, (args, kwargs) and whether it runs inside backward.
         on_exit: called with name and output (None after an exception).
     """
 
@@ -70,9 +77,14 @@ class PlaceTracker:
         # In an autograd node's metadata: the module that it belongs to.
         self._key = f"module at work {id(self)}"
         self._base: Work = "data"
-        self._stack: list[tuple[str, bool]] = []
+        self._stack: list[tuple[str, Work]] = []
         self._marked: str | None = None
         self._handles: list[Any] = []
+
+    @property
+    def repeating(self) -> bool:
+        """Whether a module's forward is running inside backward."""
+        return bool(self._stack) and self._stack[-1][1] in ("recompute", "rebuild", "backward")
 
     def attach(self) -> None:
         """Register the hooks; checkpoint wrappers are left out, so recomputation is seen inside."""
@@ -114,12 +126,21 @@ class PlaceTracker:
         if not again:
             self._marked = None
             self._mark(inputs, around)
-        self._stack.append((name, again))
+        self._stack.append((name, self._work(name) if again else "forward"))
         if not name and not again:
             self._base = "forward"
         self._settle()
         for callback in self.on_enter:
             callback(module, name, inputs, again)
+
+    def _work(self, name: str) -> Work:
+        """What a module that is entered inside backward does there."""
+        around = self._stack[-1][1] if self._stack else "backward"
+        if around in ("recompute", "rebuild"):
+            return around
+        if name != Place("backward", name).unit:
+            return "backward"
+        return "recompute" if torch.is_grad_enabled() else "rebuild"
 
     def _leave(self, name: str, output: Any) -> None:
         # An exception may have skipped modules further in.
@@ -157,9 +178,8 @@ class PlaceTracker:
 
     def _place(self) -> Place:
         if self._stack:
-            name, again = self._stack[-1]
-            outside = self._base == "loss" and not again
-            return Place("recompute" if again else "loss" if outside else "forward", name)
+            name, work = self._stack[-1]
+            return Place("loss" if (work, self._base) == ("forward", "loss") else work, name)
         if self._marked is None:
             return Place(self._base)
         # Chunked losses run the head and its backward chunk by chunk: that is the loss.

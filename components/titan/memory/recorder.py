@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.nn as nn
 
 from components.titan.memory.allocator import AllocatorHistory, join
+from components.titan.memory.host import host_storages
 from components.titan.memory.ledger import Ledger
 from components.titan.memory.phases import PhaseLog, sort_blocks
 from components.titan.memory.places import Place, PlaceTracker, clean_name
@@ -107,7 +108,7 @@ class StepRecord:
         self.tracker = PlaceTracker(self._parts)
         self.tracker.on_change.append(lambda place: self._log.change(place, self._clock()))
         self.tracker.on_enter.append(self._entered)
-        self._ledger = Ledger(device, self._clock, lambda: self.tracker.here)
+        self._ledger = Ledger(device, self._clock, lambda: self.tracker.here, host_storages())
 
     def start(self) -> None:
         """Take stock and begin."""
@@ -178,9 +179,10 @@ class StepRecord:
                 self._hooked.add(id(parameter))
                 hook = self._gradient_hook(key)
                 self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
-        if name and name == Place("forward", name).layer and not again:
-            inputs = [tensor for tensor in plain_tensors(inputs) if tensor.requires_grad]
-            self._ledger.mark(inputs, "kept")
+        if name and name == Place("forward", name).layer:
+            # Without a graph nothing tells the hidden state from what layers share: it comes first.
+            given = plain_tensors(inputs[0][:1] if again else inputs)
+            self._ledger.mark([t for t in given if again or t.requires_grad], "kept")
 
     def _gradient_hook(self, name: str) -> Callable[[torch.Tensor], None]:
         return lambda parameter: self._ledger.mark(parameter.grad, "gradients", name)

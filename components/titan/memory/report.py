@@ -43,14 +43,18 @@ def describe(block: Block) -> str:
 
 
 def phase_peaks(timeline: Timeline) -> list[tuple[str, int]]:
-    """Each phase's name and its largest total, in the order of the step."""
+    """Names of phases and their largest totals, in the order of the step.
+
+    A name that comes up again, as in the next micro-batch, stands once, with the largest of all.
+    """
     totals = timeline.totals
-    found: list[tuple[str, int]] = []
+    found: dict[str, int] = {}
     times = timeline.times
     starts = [phase.start for phase in timeline.phases]
     for index, phase in enumerate(timeline.phases):
         end = starts[index + 1] if index + 1 < len(starts) else float("inf")
         first = int(times.searchsorted(phase.start, side="right")) - 1
         last = int(times.searchsorted(end, side="left"))
-        found.append((phase.name, int(totals[max(first, 0) : max(last, first + 1)].max())))
-    return found
+        highest = int(totals[max(first, 0) : max(last, first + 1)].max())
+        found[phase.name] = max(found.get(phase.name, 0), highest)
+    return list(found.items())

@@ -17,10 +17,13 @@ Made = Callable[[torch.Tensor, str], None]
 Used = Callable[[torch.Tensor], None]
 """Gets a plain tensor."""
 
+Copied = Callable[[torch.Tensor, torch.Tensor], None]
+"""Gets the target and the source of a copy in place, both plain tensors."""
+
 
 class TensorWatch(TorchDispatchMode):
     """While it is on: ``made`` is called with every result that is no view of an input, ``used``
-    with every input.
+    with every input, ``copied`` after every copy from one tensor into another.
 
     What a kernel allocates for itself, and what compiled code keeps inside, is not seen.
     """
@@ -28,10 +31,11 @@ class TensorWatch(TorchDispatchMode):
     # Compiled kernels (flex attention) stay compiled, and run as one operation.
     supports_higher_order_operators = True
 
-    def __init__(self, made: Made, used: Used | None = None) -> None:
+    def __init__(self, made: Made, used: Used | None = None, copied: Copied | None = None) -> None:
         super().__init__()
         self._made = made
         self._used = used
+        self._copied = copied
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -53,6 +57,8 @@ class TensorWatch(TorchDispatchMode):
         for tensor in plain_tensors(result):
             if storage_key(tensor) not in given:
                 self._made(tensor, str(func))
+        if self._copied is not None and func is torch.ops.aten.copy_.default:
+            self._copied(args[0], args[1])
         return result
 
 
