@@ -7,8 +7,7 @@ import torch.distributed as dist
 import torch.nn as nn
 
 from components.recompute.tape import recomputing
-
-_RECOMPUTED = "_checkpoint_wrapped_module."
+from components.titan.memory.places import clean_name, in_backward
 
 
 class ExpertLoad:
@@ -36,7 +35,7 @@ class ExpertLoad:
         if not named:
             return
         layers = list(named.values())
-        self._names = [name.replace(_RECOMPUTED, "") for name in named]
+        self._names = [clean_name(name) for name in named]
         self._calls = [_Calls(layer) for layer in layers]
         mesh = parallel_dims.get_optional_mesh("loss")
         self._group = mesh.get_group() if mesh is not None else None
@@ -100,11 +99,6 @@ class _Calls:
         ratio = self._all / max(self._first, 1)
         self._all = self._first = 0
         return max(ratio, 1.0)
-
-
-def in_backward() -> bool:
-    """Whether autograd is running backward in this thread: a forward is then a recomputation."""
-    return torch._C._current_graph_task_id() != -1
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

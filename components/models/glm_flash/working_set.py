@@ -29,11 +29,12 @@ all of which depend on the sharding; with expert parallelism ranks are taken to 
 they send; the loss that ``components.indexer_training`` adds.
 
 A part that ``components.sublayer_chunking`` cuts keeps its input and, per piece, a state (KDA) or
-pool numbers and latents (DSA); what it would keep and need besides is that of one piece.
+pool numbers (DSA); what it would keep and need besides is that of one piece. Under
+``components.layer_recompute`` its output, states and pools are counted there as well.
 """
 
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from components.core.sizes import compute_itemsize, local_tokens
 from components.models.glm_flash.saved_bytes import Form, boundary_bytes, is_dense, saved_bytes
@@ -51,9 +52,9 @@ _FLOAT32 = 4
 
 def form_of(model: "GlmFlashModel", recipe: "Recipe", device: str) -> Form:
     """How a recipe computes the model's layers on "cpu" or "cuda"."""
-    trimming = _component(recipe, "precision_trimming")
-    sites = () if trimming is None else tuple(f.name for f in fields(trimming))
-    wanted = frozenset(s for s in sites if s != "enabled" and getattr(trimming, s))
+    trimming = recipe.components.precision_trimming
+    sites = (field.name for field in fields(trimming) if field.name != "enabled")
+    wanted = frozenset(site for site in sites if trimming.enabled and getattr(trimming, site))
     cuda = device == "cuda"
     return Form(
         itemsize=compute_itemsize(recipe),
@@ -81,12 +82,11 @@ class _Layer:
         self.tokens = local_tokens(recipe)
         self.kda = model.layer_types[index] == "kda"
         self.dense = is_dense(model, index)
-        chunking = _component(recipe, "sublayer_chunking")
-        self.piece = 0 if chunking is None else min(chunking.chunk_tokens, self.tokens)
-        mixer = "kda" if self.kda else "dsa"
+        chunking = recipe.components.sublayer_chunking
+        self.piece = min(chunking.chunk_tokens, self.tokens)
         self.cut = {
-            "attention": getattr(chunking, mixer, False),
-            "feed_forward": getattr(chunking, "feed_forward", False),
+            "attention": chunking.enabled and (chunking.kda if self.kda else chunking.dsa),
+            "feed_forward": chunking.enabled and chunking.feed_forward,
         }
 
     def kept(self) -> int:
@@ -208,9 +208,3 @@ class _Layer:
 
     def _of_swiglu(self) -> int:
         return 3 if "swiglu" in self.form.trimmed else 6
-
-
-def _component(recipe: "Recipe", name: str) -> Any:
-    """A component's settings if it is there and on."""
-    settings = getattr(recipe.components, name, None)
-    return settings if settings is not None and settings.enabled else None

@@ -50,7 +50,7 @@ def clean_name(name: str) -> str:
 
 
 def in_backward() -> bool:
-    """Whether autograd is running a backward pass in this thread."""
+    """Whether autograd is running backward in this thread: a forward is then a repeated one."""
     return torch._C._current_graph_task_id() != -1
 
 

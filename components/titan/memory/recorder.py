@@ -57,8 +57,8 @@ class MemoryRecorder:
             yield
             return
         record = self._now = StepRecord(self._trainer)
-        record.start()
         try:
+            record.start()
             yield
         except torch.OutOfMemoryError:
             self._write(record.stop(self._folder / SNAPSHOT), ", OUT OF MEMORY")
