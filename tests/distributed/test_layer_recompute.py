@@ -47,6 +47,8 @@ RUNS = [
     ("moe_fsdp2_ep2", [f"{EVERY}=2"]),
     ("moe_pp2", [f"{EVERY}=2"]),
 ]
+# Each takes a quarter of a minute; these cross every path that two ranks add.
+QUICK = [RUNS[2], RUNS[4], RUNS[5]]
 
 
 def overrides(text: Path, layout: str) -> list[str]:
@@ -119,7 +121,9 @@ def plain(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str
 
 
 @pytest.mark.parametrize(
-    ("layout", "switches"), RUNS, ids=lambda value: "".join(value).split(".")[-1]
+    ("layout", "switches"),
+    [pytest.param(*run, marks=[] if run in QUICK else [pytest.mark.slow]) for run in RUNS],
+    ids=lambda value: "".join(value).split(".")[-1],
 )
 def test_two_ranks_learn_the_same_to_the_bit(
     tmp_path: Path, text: Path, plain: Callable[[str], Path], layout: str, switches: list[str]

@@ -22,7 +22,12 @@ def run(run_dir: str, settings: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "recompute"), [("fsdp2", "false"), ("fsdp2_ep2", "true"), ("tensor2", "true")]
+    ("layout", "recompute"),
+    [
+        ("fsdp2_ep2", "true"),
+        pytest.param("fsdp2", "false", marks=pytest.mark.slow),
+        pytest.param("tensor2", "true", marks=pytest.mark.slow),
+    ],
 )
 def test_sharded_models_pass_and_only_the_first_rank_is_drawn(
     layout: str, recompute: str, tmp_path: Path

@@ -96,7 +96,16 @@ def test_probabilities_kept_by_an_object_behind_a_module_are_named(
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("model", ["moe_debug", "glm_flash_tiny", "llama3_debug", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "model",
+    [
+        "moe_debug",
+        "glm_flash_tiny",
+        "llama3_debug",
+        # Gigabytes of memory.
+        pytest.param("deepseek_v3", marks=pytest.mark.slow),
+    ],
+)
 def test_the_models_pass_and_train_the_same_to_the_bit(
     tmp_path: Path, corpus: Path, model: str, recompute: bool
 ) -> None:

@@ -36,7 +36,13 @@ def name_of(settings: dict[str, Any]) -> str:
 
 
 CASES = [
-    pytest.param(name, settings, id=f"{name}-{name_of(settings)}")
+    pytest.param(
+        name,
+        settings,
+        id=f"{name}-{name_of(settings)}",
+        # Seconds and hundreds of megabytes each.
+        marks=[pytest.mark.slow] if name == "gpt_oss" and settings["every"] != 3 else [],
+    )
     for name in MODELS
     for settings in settings_of(name)
 ]

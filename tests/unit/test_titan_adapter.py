@@ -120,11 +120,16 @@ def test_modules_that_copy_the_device_are_the_ones_we_know() -> None:
 
 
 def test_cpu_memory_is_measured() -> None:
-    device.reset_peak_resident_bytes()
-    before = device.peak_resident_bytes()
-    block = bytearray(64 * 2**20)
-    assert device.peak_resident_bytes() - before > 48 * 2**20
-    del block
+    def grown() -> int:
+        device.reset_peak_resident_bytes()
+        before = device.peak_resident_bytes()
+        block = bytearray(64 * 2**20)
+        after = device.peak_resident_bytes()
+        del block
+        return after - before
+
+    # A machine short of memory may take other pages of this process back in the meantime.
+    assert max(grown() for _ in range(5)) > 48 * 2**20
 
 
 def test_a_peak_that_cannot_be_reset_is_told_once(
