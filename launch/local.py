@@ -159,7 +159,9 @@ def _share_cores(ranks: int, device: str) -> None:
 
 
 def _first_failure(error: ChildFailedError, run: RunDir) -> str:
-    rank, failure = error.get_first_failure()
+    # Where one was killed, the others' errors are of missing it, whenever they were written down.
+    killed = [f for f in error.failures.items() if f[1].exitcode == -signal.SIGKILL]
+    rank, failure = killed[0] if killed else error.get_first_failure()
     log = run.logs / f"rank_{rank}.log"
     if failure.exitcode == -signal.SIGKILL:
         reason = (
