@@ -9,20 +9,20 @@ Each cell is one real `make train`. A row that fails at a length is not tried at
 """
 
 import argparse
-import json
-import shlex
 import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from components.titan.device import resolve_device
-from tests.benchmarks.machine import survey
-from tests.benchmarks.probes import make_probe
-from tests.benchmarks.training import RESULTS, run_training
+from tests.benchmarks.training import (
+    RESULTS,
+    heading,
+    publish,
+    run_training,
+    settled_machine,
+)
 
 
 @dataclass(frozen=True)
@@ -39,29 +39,15 @@ def main(arguments: Sequence[str]) -> int:
     split = own.index("--") if "--" in own else len(own)
     options, common = _parser().parse_args(own[:split]), own[split + 1 :]
     rows = make_rows(options.base or [], options.add or [])
-    device = resolve_device(options.device)
-    probe = make_probe(device)
-    machine = survey(probe)
-    probe.settle()
-    cells: dict[str, dict[str, Any]] = {}
-    for row in rows:
-        cells[row.label] = climb(row, options, common)
+    machine = settled_machine(options.device)
+    cells = {row.label: climb(row, options, common) for row in rows}
     record = {
-        "name": options.name,
-        "recipe": options.recipe,
-        "command": shlex.join(["python", "-m", "tests.benchmarks.ladder", *arguments]),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "common_overrides": common,
-        "machine": {"name": machine.name, "facts": dict(machine.facts)},
+        **heading("ladder", options, arguments, common, machine),
         "rows": [{"label": row.label, "overrides": list(row.overrides)} for row in rows],
         "cells": cells,
     }
-    text = markdown(record, options.lengths)
-    options.out.mkdir(parents=True, exist_ok=True)
     stem = options.out / f"ladder_{options.name}_{machine.slug}"
-    stem.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n")
-    stem.with_suffix(".md").write_text(text)
-    print(text)
+    publish(stem, record, markdown(record, options.lengths))
     return int(not any(trained(cell) for row in cells.values() for cell in row.values()))
 
 

@@ -24,7 +24,7 @@ from typing import Any
 
 from components.titan.device import resolve_device
 from launch.config.groups import ROOT
-from tests.benchmarks.machine import survey
+from tests.benchmarks.machine import Machine, survey
 from tests.benchmarks.probes import make_probe
 
 RESULTS = Path(__file__).parent / "results"
@@ -35,10 +35,7 @@ def main(arguments: Sequence[str]) -> int:
     own = list(arguments)
     common = own[own.index("--") + 1 :] if "--" in own else []
     options = _parser().parse_args(own[: own.index("--")] if "--" in own else own)
-    device = resolve_device(options.device)
-    probe = make_probe(device)
-    machine = survey(probe)
-    probe.settle()
+    machine = settled_machine(options.device)
     variants = []
     for text in options.variant or ["default="]:
         label, _, overrides = text.partition("=")
@@ -48,22 +45,51 @@ def main(arguments: Sequence[str]) -> int:
         )
         variants.append(figures)
     record = {
-        "name": options.name,
-        "recipe": options.recipe,
-        "command": shlex.join(["python", "-m", "tests.benchmarks.training", *arguments]),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "common_overrides": common,
-        "machine": {"name": machine.name, "facts": dict(machine.facts)},
+        **heading("training", options, arguments, common, machine),
         "ceilings": asdict(machine.ceilings),
         "variants": variants,
     }
-    text = _markdown(record)
-    stem = options.out / f"training_{options.name}_{machine.slug}"
-    options.out.mkdir(parents=True, exist_ok=True)
+    publish(options.out / f"training_{options.name}_{machine.slug}", record, _markdown(record))
+    return int(any(variant["exit"] for variant in variants))
+
+
+def settled_machine(device: str) -> Machine:
+    """The machine's facts and ceilings, with nothing of their measurement left on the device."""
+    probe = make_probe(resolve_device(device))
+    machine = survey(probe)
+    probe.settle()
+    return machine
+
+
+def heading(
+    module: str,
+    options: argparse.Namespace,
+    arguments: Sequence[str],
+    common: list[str],
+    machine: Machine,
+) -> dict[str, Any]:
+    """How a record of whole trainings begins; it is dated now.
+
+    Args:
+        module: of this package, whose command line ``arguments`` are.
+        common: overrides of all its trainings.
+    """
+    return {
+        "name": options.name,
+        "recipe": options.recipe,
+        "command": shlex.join(["python", "-m", f"tests.benchmarks.{module}", *arguments]),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "common_overrides": common,
+        "machine": {"name": machine.name, "facts": dict(machine.facts)},
+    }
+
+
+def publish(stem: Path, record: dict[str, Any], text: str) -> None:
+    """Write a record and its table beside each other, and print the table."""
+    stem.parent.mkdir(parents=True, exist_ok=True)
     stem.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n")
     stem.with_suffix(".md").write_text(text)
     print(text)
-    return int(any(variant["exit"] for variant in variants))
 
 
 def _parser() -> argparse.ArgumentParser:
