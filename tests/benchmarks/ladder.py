@@ -5,14 +5,18 @@
         --add "recompute=components.layer_recompute.enabled=true" -- model.n_experts=16
 
 A ``--base`` row stands alone; an ``--add`` row keeps the overrides of the ``--add`` rows before it.
-Each cell is one real `make train`. A row that fails at a length is not tried at longer ones.
+Each cell is one real `make train`. A row that fails at a length is not tried at longer ones. The
+table is written after every cell; ``--budget`` ends a run early, ``--more`` goes on with its table.
 """
 
 import argparse
+import json
 import statistics
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -40,13 +44,15 @@ def main(arguments: Sequence[str]) -> int:
     options, common = _parser().parse_args(own[:split]), own[split + 1 :]
     rows = make_rows(options.base or [], options.add or [])
     machine = settled_machine(options.device)
-    cells = {row.label: climb(row, options, common) for row in rows}
+    stem = options.out / f"ladder_{options.name}_{machine.slug}"
     record = {
         **heading("ladder", options, arguments, common, machine),
         "rows": [{"label": row.label, "overrides": list(row.overrides)} for row in rows],
-        "cells": cells,
+        "cells": earlier(stem, rows, common) if options.more else {row.label: {} for row in rows},
     }
-    stem = options.out / f"ladder_{options.name}_{machine.slug}"
+    cells = record["cells"]
+    for _ in climb(rows, options, common, cells):
+        publish(stem, record, markdown(record, options.lengths), quiet=True)
     publish(stem, record, markdown(record, options.lengths))
     return int(not any(trained(cell) for row in cells.values() for cell in row.values()))
 
@@ -73,19 +79,43 @@ def make_rows(bases: Sequence[str], additions: Sequence[str]) -> list[Row]:
     return rows
 
 
-def climb(row: Row, options: argparse.Namespace, common: list[str]) -> dict[str, Any]:
-    """Train one row at each length until one fails: length -> figures."""
-    cells: dict[str, Any] = {}
-    for length in options.lengths:
+def earlier(stem: Path, rows: Sequence[Row], common: list[str]) -> dict[str, Any]:
+    """The cells of a table that an earlier run left: label -> length -> figures.
+
+    Raises:
+        ValueError: that table has other rows or other common overrides.
+    """
+    record = json.loads(stem.with_suffix(".json").read_text())
+    wanted = [{"label": row.label, "overrides": list(row.overrides)} for row in rows]
+    if record["rows"] != wanted or record["common_overrides"] != common:
+        raise ValueError(f"--more: {stem}.json was measured with other overrides; leave --more out")
+    return record["cells"]
+
+
+def climb(
+    rows: Sequence[Row], options: argparse.Namespace, common: list[str], cells: dict[str, Any]
+) -> Iterator[None]:
+    """Train each row at each length until it fails; all rows at a length before the next length.
+
+    Args:
+        cells: label -> length -> figures; what is there already is not measured again. Yields after
+            each cell that is.
+    """
+    began = time.monotonic()
+    for length, row in product(options.lengths, rows):
+        mine = cells[row.label]
+        if length in mine or not all(map(trained, mine.values())):
+            continue
+        if options.budget and time.monotonic() - began > options.budget:
+            print(f"{row.label} at {length}: not tried, the budget of time is spent", flush=True)
+            continue
         overrides = [*common, *row.overrides, f"training.seq_len={length}"]
         print(f"{row.label} at {length} ...", flush=True)
-        cells[length] = run_training(
+        mine[length] = run_training(
             f"{row.label} {length}", overrides, options.recipe, options.steps, options.ngpu,
             options.limit,
         )  # fmt: skip
-        if not trained(cells[length]):
-            break
-    return cells
+        yield
 
 
 def trained(cell: dict[str, Any]) -> bool:
@@ -104,8 +134,8 @@ def markdown(record: dict[str, Any], lengths: Sequence[str]) -> str:
         f"{record['date']}; {facts}",
         "",
         "Median step seconds after the first step / peak allocated GiB / peak reserved GiB; all "
-        "repeats and losses are in the JSON file. An empty cell was not tried, because a shorter "
-        "length failed.",
+        "repeats and losses are in the JSON file. An empty cell was not tried: a shorter length "
+        "failed, or time was up.",
         "",
         "| " + " | ".join(["", *lengths, "longest that trained"]) + " |",
         "|" + "---|" * (len(lengths) + 2),
@@ -145,6 +175,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--ngpu", type=int, help="ranks (default: the recipe's)")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--limit", type=int, default=400, help="seconds allowed to a cell")
+    parser.add_argument("--budget", type=int, help="seconds after which no cell is begun")
+    parser.add_argument("--more", action="store_true", help="keep the cells of an earlier run")
     parser.add_argument("--out", type=Path, default=RESULTS)
     return parser
 

@@ -9,6 +9,7 @@ is reported apart, because it compiles. The steps after it are the repeats.
 """
 
 import argparse
+import contextlib
 import json
 import shlex
 import statistics
@@ -20,7 +21,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
+
+import psutil
 
 from components.titan.device import resolve_device
 from launch.config.groups import ROOT
@@ -84,12 +87,13 @@ def heading(
     }
 
 
-def publish(stem: Path, record: dict[str, Any], text: str) -> None:
-    """Write a record and its table beside each other, and print the table."""
+def publish(stem: Path, record: dict[str, Any], text: str, quiet: bool = False) -> None:
+    """Write a record and its table beside each other, and print the table unless ``quiet``."""
     stem.parent.mkdir(parents=True, exist_ok=True)
     stem.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n")
     stem.with_suffix(".md").write_text(text)
-    print(text)
+    if not quiet:
+        print(text)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -126,16 +130,26 @@ def run_training(
         began = time.monotonic()
         log = Path(folder) / "output"
         with log.open("w") as file:
-            try:
-                code = subprocess.run(
-                    command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, timeout=limit
-                ).returncode
-            except subprocess.TimeoutExpired:
-                code = 124
+            code = _status(command, file, limit)
         wall = time.monotonic() - began
         steps = _steps(Path(folder))
         tail = log.read_text().splitlines()[-15:] if code else []
     return {"label": label, "overrides": own, "exit": code, "wall_s": wall, "tail": tail, **steps}
+
+
+def _status(command: list[str], output: IO[str], limit: int) -> int:
+    """Exit status of a command; 124 after ``limit`` seconds, when all its processes are ended."""
+    process = psutil.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
+    try:
+        return process.wait(limit)
+    except psutil.TimeoutExpired:
+        # Ranks run in sessions of their own: one that outlived the launcher would keep its memory.
+        everyone = [*process.children(recursive=True), process]
+        for each in everyone:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                each.kill()
+        psutil.wait_procs(everyone)
+        return 124
 
 
 def _steps(folder: Path) -> dict[str, Any]:

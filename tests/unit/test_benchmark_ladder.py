@@ -1,12 +1,14 @@
 """The memory ladder: which rows it makes, when it stops climbing, what its table says."""
 
 import argparse
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.benchmarks import ladder
-from tests.benchmarks.ladder import Row, climb, make_rows, markdown
+from tests.benchmarks.ladder import Row, climb, earlier, make_rows, markdown
 
 
 def test_additions_keep_what_came_before_and_bases_stand_alone() -> None:
@@ -31,23 +33,65 @@ def _cell(exit_code: int = 0, tail: tuple[str, ...] = ()) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def test_a_row_that_fails_is_not_tried_at_longer_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[list[str]] = []
+def _options(**changes: Any) -> argparse.Namespace:
+    plain = {"lengths": ["32k", "64k", "128k"], "recipe": "r", "steps": 3, "ngpu": None, "limit": 9}
+    return argparse.Namespace(**{**plain, "budget": None, **changes})
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """Overrides of the trainings; those at 64k of the row a=1 fail."""
+    runs: list[list[str]] = []
 
     def run(label: str, overrides: list[str], *_: Any) -> dict[str, Any]:
-        seen.append(overrides)
-        return _cell(1 if "training.seq_len=64k" in overrides else 0)
+        runs.append(overrides)
+        return _cell(1 if {"a=1", "training.seq_len=64k"} <= set(overrides) else 0)
 
     monkeypatch.setattr(ladder, "run_training", run)
-    options = argparse.Namespace(
-        lengths=["32k", "64k", "128k"], recipe="r", steps=3, ngpu=None, limit=9
-    )
-    cells = climb(Row("x", ("a=1",)), options, ["common=1"])
-    assert list(cells) == ["32k", "64k"]
+    return runs
+
+
+def test_a_row_that_fails_is_not_tried_at_longer_lengths(seen: list[list[str]]) -> None:
+    cells: dict[str, Any] = {"x": {}, "y": {}}
+    rows = [Row("x", ("a=1",)), Row("y", ("b=1",))]
+    written = list(climb(rows, _options(), ["common=1"], cells))
+    assert {label: list(row) for label, row in cells.items()} == {
+        "x": ["32k", "64k"],
+        "y": ["32k", "64k", "128k"],
+    }
+    assert len(written) == 5
     assert seen == [
         ["common=1", "a=1", "training.seq_len=32k"],
+        ["common=1", "b=1", "training.seq_len=32k"],
         ["common=1", "a=1", "training.seq_len=64k"],
+        ["common=1", "b=1", "training.seq_len=64k"],
+        ["common=1", "b=1", "training.seq_len=128k"],
     ]
+
+
+def test_cells_of_an_earlier_run_are_kept(seen: list[list[str]]) -> None:
+    cells: dict[str, Any] = {"y": {"32k": _cell(), "64k": _cell()}}
+    list(climb([Row("y", ("b=1",))], _options(), [], cells))
+    assert seen == [["b=1", "training.seq_len=128k"]]
+
+
+def test_no_cell_begins_when_time_is_up(
+    seen: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ladder.time, "monotonic", iter([0.0, 5.0, 15.0, 25.0]).__next__)
+    list(climb([Row("y", ("b=1",))], _options(budget=10), [], {"y": {}}))
+    assert seen == [["b=1", "training.seq_len=32k"]]
+
+
+def test_a_table_of_other_overrides_is_not_gone_on_with(tmp_path: Path) -> None:
+    (tmp_path / "t.json").write_text(json.dumps({
+        "rows": [{"label": "x", "overrides": ["a=1"]}], "common_overrides": [],
+        "cells": {"x": {"32k": 1}},
+    }))  # fmt: skip
+    assert earlier(tmp_path / "t", [Row("x", ("a=1",))], []) == {"x": {"32k": 1}}
+    for rows, common in (([Row("x", ("a=2",))], []), ([Row("x", ("a=1",))], ["c=1"])):
+        with pytest.raises(ValueError, match="leave --more out"):
+            earlier(tmp_path / "t", rows, common)
 
 
 def test_the_table_shows_medians_reasons_and_the_longest_length() -> None:
