@@ -20,20 +20,27 @@ SETTINGS = [{"every": 1}, {"every": 3}, {"every": 4, "keep_sublayers": True}]
 
 
 def gpu_step(name: str, **settings: Any) -> dict[str, torch.Tensor]:
-    return step(build(name, **settings).to("cuda"), range(2))
+    # Sparse attention's backward adds rows up in any order otherwise.
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        return step(build(name, **settings).to("cuda"), range(2))
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 @pytest.mark.parametrize("name", ["glm", "moe", "llama3"])
-def test_what_is_the_same_in_two_runs_is_the_same_with_recomputation(
+def test_what_is_the_same_in_every_run_is_the_same_with_recomputation(
     name: str, settings: dict[str, Any]
 ) -> None:
     """Kernels that add in any order differ from run to run; nothing else may."""
     if name != "glm" and "keep_sublayers" in settings:
         settings = {"every": 4}
-    one, other, actual = gpu_step(name), gpu_step(name), gpu_step(name, **settings)
-    steady = [n for n in one if torch.equal(one[n], other[n])]
-    assert "loss 0" in steady
+    one, *others = (gpu_step(name) for _ in range(6))
+    actual = gpu_step(name, **settings)
+    steady = [n for n in one if all(torch.equal(one[n], other[n]) for other in others)]
+    print(f"{len(steady)} of {len(one)} values are the same in every run")
+    assert len(steady) > len(one) / 2 and "loss 0" in steady
     assert_same({n: actual[n] for n in steady}, {n: one[n] for n in steady})
     for n in one.keys() - set(steady):
         torch.testing.assert_close(actual[n], one[n], rtol=1e-3, atol=1e-5)

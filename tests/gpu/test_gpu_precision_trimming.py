@@ -182,7 +182,7 @@ def settings() -> GlmFlashModel:
     return GlmFlashModel(n_experts=16, vocab_size=4096, kda_kernel="fla")
 
 
-def build(index: int, sites: tuple[str, ...]) -> nn.Module:
+def build(index: int, sites: tuple[str, ...], dtype: torch.dtype = LOW) -> nn.Module:
     config = settings().build_spec().model.layers[index]
     if sites:
         trim(config, *sites)
@@ -199,18 +199,21 @@ def build(index: int, sites: tuple[str, ...]) -> nn.Module:
     for module in block.modules():
         if not isinstance(module, FULL_PRECISION):
             for parameter in module.parameters(recurse=False):
-                parameter.data = parameter.data.bfloat16()
+                parameter.data = parameter.data.to(dtype)
     return block
 
 
-def measure(block: nn.Module, tokens: int) -> tuple[dict[str, torch.Tensor], int, int]:
+def measure(
+    block: nn.Module, tokens: int, dtype: torch.dtype = LOW
+) -> tuple[dict[str, torch.Tensor], int, int]:
     """Results; bytes that are there between forward and backward; the most there at one time."""
     documents = Documents.from_lengths((tokens,), "cuda")
     documents.pools(4)
     generator = torch.Generator(device="cuda").manual_seed(0)
     shape = (1, tokens, STREAMS, WIDTH)
-    streams = torch.randn(shape, generator=generator, device="cuda").bfloat16().requires_grad_()
-    upstream = torch.randn(shape, generator=generator, device="cuda").bfloat16()
+    draw = partial(torch.randn, shape, generator=generator, device="cuda")
+    streams = draw().bfloat16().to(dtype).requires_grad_()
+    upstream = draw().bfloat16().to(dtype)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -235,9 +238,26 @@ def test_a_trimmed_layer_computes_the_same_and_its_peak_falls(index: int) -> Non
     print(f"layer {index}: kept {plain_kept} -> {kept}, peak {plain_peak} -> {peak} bytes")
     assert trimmed.keys() == plain.keys()
     errors = {name: error(trimmed[name], plain[name]) for name in plain}
-    assert {n: e for n, e in errors.items() if not e < 3e-2} == {}
+    # A mapping's three scales sum terms of both signs over all tokens: bfloat16 moves them most.
+    limits = {name: 0.1 if name.endswith("affine.scale") else 3e-2 for name in errors}
+    assert {n: e for n, e in errors.items() if not e < limits[n]} == {}
     assert kept < 0.75 * plain_kept
     assert peak < plain_peak
+
+
+@pytest.mark.parametrize("name", ["kda+dense", "kda+moe"])
+def test_a_trimmed_layer_is_as_close_to_float32_as_the_plain_one(name: str) -> None:
+    """Not the DSA layer: other precisions choose other pools."""
+    tokens, index = 4096, LAYERS[name]
+    exact, *_ = measure(build(index, (), HIGH), tokens, HIGH)
+    plain, *_ = measure(build(index, ()), tokens)
+    trimmed, *_ = measure(build(index, tuple(SITES)), tokens)
+    for each in exact:
+        off, on = error(plain[each], exact[each]), error(trimmed[each], exact[each])
+        print(f"{each:40} plain {off:.2e}  trimmed {on:.2e}")
+        # Of a few numbers that each sum over all tokens, luck decides how near they come.
+        slack = 2e-2 if exact[each].numel() < 32 else 5e-3
+        assert on <= 1.5 * off + slack, each
 
 
 @pytest.mark.parametrize("sites", [(), tuple(SITES)], ids=["plain", "trimmed"])

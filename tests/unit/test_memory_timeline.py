@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn as nn
+from torch._subclasses import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from components.core.problems import RecipeError
@@ -21,6 +22,7 @@ from components.titan.memory.phases import PhaseLog, phase_name, sort_blocks
 from components.titan.memory.picture import write_picture
 from components.titan.memory.places import Place, PlaceTracker, clean_name
 from components.titan.memory.report import phase_peaks, report
+from components.titan.memory.storages import unwrapped
 from components.titan.memory.timeline import CATEGORIES, Block, Phase, Timeline
 from launch.memory import refuse, settings
 from tests.training import losses, small_overrides, train, write_corpus
@@ -369,3 +371,10 @@ def test_what_make_memory_sets_is_not_overridden(
 
 def test_other_overrides_are_free() -> None:
     refuse(3, ["training.seq_len=512", "model=moe_debug"], settings(3))
+
+
+def test_tensors_that_a_compiler_only_imagines_are_no_memory() -> None:
+    with FakeTensorMode():
+        imagined = torch.empty(8, device="cuda")
+    assert imagined.device.type == "cuda"
+    assert list(unwrapped(imagined)) == []

@@ -3,6 +3,7 @@
 import gc
 import weakref
 from collections.abc import Callable, Collection
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,6 +70,7 @@ class Ledger:
         self._host = frozenset(host)
         self._alive: dict[int, Entry] = {}
         self._watch = TensorWatch(self._made, self._used, self._copied)
+        self._watching = ExitStack()
 
     def open(self) -> None:
         """Take stock of the tensors that Python knows, and watch from now on."""
@@ -77,12 +79,11 @@ class Ledger:
                 for tensor in unwrapped(value):
                     self._used(tensor)
         self._follow_resizing()
-        self._watch.__enter__()
+        self._watching.enter_context(self._watch)
 
     def close(self) -> None:
-        """Stop watching. Blocks that are alive stay so."""
-        self._watch.__exit__(None, None, None)
-        del torch.UntypedStorage.resize_  # what it inherits shows again
+        """Stop watching, if ``open`` came that far. Blocks that are alive stay so."""
+        self._watching.close()
         self._alive.clear()
 
     def mark(self, tensors: Any, category: Category, name: str = "") -> None:
@@ -155,6 +156,8 @@ class Ledger:
             return result
 
         torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign, assignment]
+        # Without it, what it inherits shows again.
+        self._watching.callback(delattr, torch.UntypedStorage, "resize_")
 
     def _shrunk(self, storage: torch.UntypedStorage) -> Entry | None:
         own = (e for e in reversed(self.entries) if e.memory() is storage)

@@ -77,7 +77,8 @@ def unwrapped(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
             # A DTensor lists its mesh as well.
             if isinstance(inner, torch.Tensor):
                 yield from unwrapped(inner)
-    elif tensor.device.type != "meta" and tensor.layout == torch.strided:
+    elif tensor.layout == torch.strided and tensor.untyped_storage().device.type != "meta":
+        # Asked of the storage: fake tensors that a compiler leaves behind say "cuda" themselves.
         yield tensor
 
 

@@ -6,6 +6,7 @@ a part of inner width F, computed from the streams' mean, to each; all layers sh
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -103,9 +104,13 @@ def floor(size: Size, machine: Machine) -> Floor:
     )
 
 
-def _recomputed(layers: Sequence[Layer], hidden: torch.Tensor) -> torch.Tensor:
+def _recomputed(
+    layers: Sequence[Layer], hidden: torch.Tensor, early_stop: bool = False
+) -> torch.Tensor:
+    """As torchtitan does it; torch's own default leaves a layer's last product out of the replay,
+    which a layer under FSDP or expert parallelism, with work after it, cannot do."""
     for layer in layers:
-        hidden = checkpoint(layer, hidden, use_reentrant=False)
+        hidden = checkpoint(layer, hidden, use_reentrant=False, early_stop=early_stop)
     return hidden
 
 
@@ -192,6 +197,11 @@ CASE = Case(
         Variant(name="offloaded, streams", role="ours", build=_offloaded(True)),
         Variant(name="half offloaded, streams", role="ours", build=_offloaded(True, 0.5)),
         Variant(name="torch checkpoint", role="peer", build=_peer(_recomputed)),
+        Variant(
+            name="torch checkpoint, early stop",
+            role="peer",
+            build=_peer(partial(_recomputed, early_stop=True)),
+        ),
         Variant(
             name="torch save_on_cpu, pinned",
             role="peer",
