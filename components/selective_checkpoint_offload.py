@@ -8,7 +8,7 @@ import torch
 
 from components.core.base import Component, MemoryTerm, Target
 from components.core.problems import Problem
-from components.core.sizes import logits
+from components.core.registry import loss_term
 from components.offload.accountant import GIB, gib, host_accountant
 from components.offload.claim import claim
 from components.offload.engine import AWAITING_COPY, Counts, Engine
@@ -60,10 +60,10 @@ class SelectiveCheckpointOffload(Component):
         """Pinned host memory of one rank, in GiB, above 0; null: as much as everything takes. What
         does not fit into it stays on the device."""
 
-        streams: bool = False
-        """Copy beside the computation, on a CUDA stream for each direction. false: copies are steps
-        of the computation, which waits for each. The default is false until the stress test in
-        tests/gpu has passed on the hardware in use."""
+        streams: bool = True
+        """Copy beside the computation, on a CUDA stream for each direction; two more inputs at a
+        time are on the device, until their copies are done. false: copies are steps of the
+        computation, which waits for each."""
 
         order: Literal["forward", "peak"] = "forward"
         """Which inputs go where not all fit. forward: the earliest, which is best for equal sizes.
@@ -129,7 +129,7 @@ class SelectiveCheckpointOffload(Component):
                 "components.layer_recompute keeps, two at a time are on the device anyway",
                 f"use a smaller components.layer_recompute.every, or {self.path}.enabled=false",
             )
-        elif not self._choose(recipe, units, target.device):
+        elif not self._choose(recipe, units, target):
             yield Problem(
                 f"{self.path}.order",
                 "'peak' finds no layer input whose offload would lower the peak",
@@ -148,13 +148,14 @@ class SelectiveCheckpointOffload(Component):
 
     def apply(self, plan: RunPlan) -> None:
         units = units_of(plan.recipe)
-        self._units, self._chosen = len(units), self._choose(plan.recipe, units, plan.device)
+        target = Target(plan.device, plan.world_size)
+        self._units, self._chosen = len(units), self._choose(plan.recipe, units, target)
         self._payload = sum(units[index].nbytes for index in self._chosen)
 
     def memory_terms(self, recipe: "Recipe", target: Target) -> list[MemoryTerm]:
         """What leaves the device, but for the two that are there in backward; what is pinned."""
         units = units_of(recipe)
-        sizes, chosen = [unit.nbytes for unit in units], self._choose(recipe, units, target.device)
+        sizes, chosen = [unit.nbytes for unit in units], self._choose(recipe, units, target)
         # A pass without working sets: the largest sum of boundaries that are there at one time.
         held = peak(sizes, [0] * len(sizes), 0, chosen, self._waiting())
         return [
@@ -242,9 +243,11 @@ class SelectiveCheckpointOffload(Component):
     def _waiting(self) -> int:
         return AWAITING_COPY if self.config.streams else 0
 
-    def _choose(self, recipe: "Recipe", units: list[Unit], device: str) -> frozenset[int]:
+    def _choose(self, recipe: "Recipe", units: list[Unit], target: Target) -> frozenset[int]:
         sizes, budget = [unit.nbytes for unit in units], self._budget()
-        needed = working_sets(recipe, units, device) if self.config.order == "peak" else None
+        by_peak = self.config.order == "peak"
+        needed = working_sets(recipe, units, target.device) if by_peak else None
         if needed is None:
             return forward_order(sizes, budget)
-        return choose(sizes, needed, logits(recipe), budget, self._waiting())
+        loss = loss_term(recipe, target).nbytes
+        return choose(sizes, needed, loss, budget, self._waiting())

@@ -4,8 +4,7 @@ from torchtitan.distributed import ParallelDims
 
 from components.core.base import MemoryTerm, Target
 from components.core.recipe import Recipe
-from components.core.registry import component_types, enabled_components
-from components.core.sizes import logits
+from components.core.registry import component_types, enabled_components, loss_term
 from components.models.counts import count_parameters
 from components.titan.batch import sequences_per_pass, sequences_per_step
 
@@ -54,7 +53,7 @@ def _activations(recipe: Recipe, target: Target) -> list[MemoryTerm]:
 
     No layer runs while the loss does, so what they need for a while is not added up.
     """
-    loss = MemoryTerm("logits and their gradient, while the loss is computed", logits(recipe))
+    loss = loss_term(recipe, target)
     working = recipe.model.layer_working_set_bytes(recipe, target.device)
     kept = recipe.model.layer_saved_bytes(recipe, target.device)
     if working is None or kept is None:

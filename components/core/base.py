@@ -130,6 +130,11 @@ class Component(Configurable):
         """What the technique adds to, or takes from, the memory of one rank."""
         return []
 
+    def loss_term(self, recipe: "Recipe", target: Target) -> MemoryTerm | None:
+        """What one rank needs while the loss is computed and no layer runs, from the component that
+        replaces the loss; None from others, and from one that makes logits as torchtitan does."""
+        return None
+
     def on_built(self, trainer: "RecipeTrainer") -> None:
         """The trainer stands: model, optimizer and loss exist, no checkpoint is loaded yet."""
 

@@ -5,9 +5,14 @@ import importlib
 import pkgutil
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import components
-from components.core.base import Component
+from components.core.base import Component, MemoryTerm, Target
+from components.core.sizes import logits
+
+if TYPE_CHECKING:
+    from components.core.recipe import Recipe
 
 
 @cache
@@ -73,3 +78,10 @@ def in_order(components_on: list[Component]) -> list[Component]:
             raise RuntimeError(f"components wait for each other: {', '.join(waiting)}")
         ordered.append(waiting.pop(ready[0].name))
     return ordered
+
+
+def loss_term(recipe: "Recipe", target: Target) -> MemoryTerm:
+    """What one rank needs while the loss is computed; no layer runs then."""
+    found = [c.loss_term(recipe, target) for c in enabled_components(recipe.components)]
+    stock = MemoryTerm("logits and their gradient, while the loss is computed", logits(recipe))
+    return next((term for term in found if term is not None), stock)

@@ -17,7 +17,9 @@ from torchtitan.tools import filesystem
 
 from components.core.units import Count
 from components.titan.export import ExportRules
+from components.titan.master_weights import MasterWeights
 from components.titan.story import narrate
+from components.titan.streamed_optimizer import StreamedOptimizers
 
 # More than this many differing tensors are counted, not listed.
 _LISTED = 12
@@ -59,11 +61,16 @@ class RunCheckpoints(CheckpointManager):
             CheckpointManager.Config.__post_init__(self)
 
     _forced: bool = False
+    _masters: MasterWeights | None = None
 
     def __init__(self, config: Config, **kwargs: Any) -> None:
         self.before_save: list[Callable[[], None]] = []
         self._last_saved: int | None = None
         super().__init__(config, **kwargs)
+        optimizers = kwargs["optimizers"]
+        if self.enable and isinstance(optimizers, StreamedOptimizers):
+            self._masters = MasterWeights(kwargs["model_parts"], optimizers)
+            self.states[MODEL] = self._masters
 
     def save_now(self, step: int) -> None:
         """Write a complete, resumable checkpoint of ``step`` whatever the interval says.
@@ -98,6 +105,8 @@ class RunCheckpoints(CheckpointManager):
         rules = self.sd_adapter if isinstance(self.sd_adapter, ExportRules) else None
         if rules is not None:
             state_dict = self._keep_float32(state_dict, rules)
+        if options.get("to_hf", False):
+            state_dict = self._on_device(state_dict)
         result = super().dcp_save(state_dict, checkpoint_id, **options)
         if options.get("to_hf", False) and dist.get_rank() == 0:
             folder = Path(checkpoint_id)
@@ -118,6 +127,10 @@ class RunCheckpoints(CheckpointManager):
         }
         return state_dict | kept
 
+    def _on_device(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """For adapters, which expect a model's tensors there."""
+        return state_dict if self._masters is None else self._masters.on_device(state_dict)
+
     def dcp_load(
         self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool
     ) -> None:
@@ -126,7 +139,9 @@ class RunCheckpoints(CheckpointManager):
         Raises:
             ValueError: tensors are missing or have another shape; all of them are named.
         """
-        if not from_hf:
+        if from_hf:
+            state_dict = self._on_device(state_dict)
+        else:
             if filesystem.is_remote(checkpoint_id):
                 narrate(f"checkpoint: {checkpoint_id} is remote; its tensors are not compared")
             else:

@@ -378,3 +378,6 @@ def test_tensors_that_a_compiler_only_imagines_are_no_memory() -> None:
         imagined = torch.empty(8, device="cuda")
     assert imagined.device.type == "cuda"
     assert list(unwrapped(imagined)) == []
+    batched: list[torch.Tensor] = []
+    torch.vmap(lambda row: batched.append(row) or row)(torch.ones(2, 3))  # type: ignore[func-returns-value]
+    assert list(unwrapped(batched[0])) == []

@@ -77,9 +77,17 @@ def unwrapped(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
             # A DTensor lists its mesh as well.
             if isinstance(inner, torch.Tensor):
                 yield from unwrapped(inner)
-    elif tensor.layout == torch.strided and tensor.untyped_storage().device.type != "meta":
-        # Asked of the storage: fake tensors that a compiler leaves behind say "cuda" themselves.
+    elif tensor.layout == torch.strided and _is_real(tensor):
         yield tensor
+
+
+def _is_real(tensor: torch.Tensor) -> bool:
+    """Whether there is memory behind it: compilers leave fake tensors behind, which say "cuda"
+    themselves, and the batched ones of vmap, which have no storage to show."""
+    try:
+        return tensor.untyped_storage().device.type != "meta"
+    except NotImplementedError:
+        return False
 
 
 def storage_key(tensor: torch.Tensor) -> int:
