@@ -19,6 +19,7 @@ from components.core.registry import enabled_components
 from components.titan import dispatch
 from components.titan.expert_load import ExpertLoad
 from components.titan.plan import ParallelizeFn, RunPlan
+from components.titan.routing_profile import follow_profile
 from components.titan.tokenizer import tokenizer_config
 from components.titan.trainer import RecipeTrainer
 from data.loader import PackedLoader
@@ -91,10 +92,15 @@ def prepare(recipe: Recipe, run_dir: Path, device: str, world_size: int) -> Run:
 
 
 def _stock_config(recipe: Recipe, run_dir: Path) -> RecipeTrainer.Config:
-    """torchtitan's configuration with every technique off."""
+    """torchtitan's configuration with every technique off. ``recipe`` is the run's own copy."""
     tokenizer, tokenizer_path = tokenizer_config(recipe.data.tokenizer)
+    spec = recipe.model.build_spec()
+    if recipe.debug.profile is not None:
+        follow_profile(spec.model, recipe.debug.profile)
+        # What routers ask whether they are free to choose.
+        recipe.debug.moe_force_load_balance = True
     return RecipeTrainer.Config(
-        model_spec=recipe.model.build_spec(),
+        model_spec=spec,
         hf_assets_path=tokenizer_path,
         dump_folder=str(run_dir),
         profiler=recipe.profiler,

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from torchtitan.config.configs import DebugConfig
 
 from components.core.units import Count
+from components.expert_dispatch.profiles import RoutingProfile
 
 
 @dataclass(kw_only=True, slots=True)
@@ -19,7 +20,19 @@ class DebugSettings(DebugConfig):
     by category and phase, on the first rank; null: none. That step runs slower. `make memory` sets
     it."""
 
+    routing_profile: str | None = None
+    """Which experts tokens visit, whatever the router computes: "80/16" sends the first 80 percent
+    of each rank's tokens to 16 hot experts and spreads the rest over the others; "balanced" spreads
+    all of them; null: the router decides. For measuring what imbalance costs, not for training."""
+
+    @property
+    def profile(self) -> RoutingProfile | None:
+        """``routing_profile``, read."""
+        return None if self.routing_profile is None else RoutingProfile.parse(self.routing_profile)
+
     def __post_init__(self) -> None:
+        if self.routing_profile is not None:
+            RoutingProfile.parse(self.routing_profile)
         if self.memory_timeline is not None and self.memory_timeline < 1:
             raise ValueError(
                 f"memory_timeline is {self.memory_timeline}; steps count from 1 (null: no timeline)"

@@ -2,8 +2,9 @@
 
 from collections.abc import Iterator
 
-from components.core.problems import Problem
+from components.core.problems import Problem, shown
 from components.core.recipe import Recipe
+from components.models.moe import MoEModel
 from components.models.titan_attention import TitanAttentionSettings
 
 
@@ -14,6 +15,7 @@ def check_combinations(recipe: Recipe, world_size: int) -> Iterator[Problem]:
     yield from _pipeline(recipe)
     yield from _checkpoints(recipe)
     yield from _debug(recipe)
+    yield from _routing_profile(recipe)
 
 
 def _seed_checkpoint(recipe: Recipe, world_size: int) -> Iterator[Problem]:
@@ -74,3 +76,32 @@ def _debug(recipe: Recipe) -> Iterator[Problem]:
     if step is not None and recipe.profiler.enable_memory_snapshot:
         message = f"{step} and profiler.enable_memory_snapshot=true both record the allocator"
         yield Problem("debug.memory_timeline", message, "use one of them")
+
+
+def _routing_profile(recipe: Recipe) -> Iterator[Problem]:
+    profile, model, path = recipe.debug.profile, recipe.model, "debug.routing_profile"
+    if profile is None or model.check():
+        return
+    value = shown(recipe.debug.routing_profile)
+    if recipe.debug.moe_force_load_balance:
+        message = f"{value} and debug.moe_force_load_balance=true both choose the experts"
+        yield Problem(path, message, "use one of them")
+    if model.n_experts is None:
+        message = f"{value} finds no router: the model has no experts"
+        yield Problem(path, message, "use null, or a model with experts")
+        return
+    problem = profile.problem(model.n_experts)
+    if problem:
+        most = model.n_experts - (profile.percent < 100)
+        fewer = f"'{profile.percent}/{most}' or fewer hot experts, or " if most else ""
+        yield Problem(path, f"{value}: {problem}", f"use {fewer}'balanced'")
+    elif (
+        isinstance(model, MoEModel)
+        and model.comm_backend != "standard"
+        and profile.repeats(model.top_k, model.n_experts)
+    ):
+        message = (
+            f"{value} sends a token to an expert more than once (model.top_k {model.top_k}), which "
+            f"model.comm_backend {model.comm_backend!r} does not count"
+        )
+        yield Problem(path, message, "use model.comm_backend=standard, or more hot experts")

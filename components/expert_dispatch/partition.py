@@ -1,0 +1,169 @@
+"""Chunks of one rank's tokens, with a count that a whole group agrees on.
+
+Every chunk is exchanged by collectives, so all ranks of a group must cut their tokens into as many
+chunks, however many tokens each holds: a rank with fewer takes part with smaller chunks, or empty
+ones.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+import torch.distributed as dist
+
+Membership = Literal["strided", "contiguous"]
+
+_MEMBERSHIPS = get_args(Membership)
+
+
+class DisagreementError(ValueError):
+    """Ranks of one group were given different settings."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChunkRule:
+    """How tokens are cut.
+
+    Raises:
+        ValueError: a number that cannot hold one token, or an unknown membership.
+    """
+
+    chunk_tokens: int
+    """Tokens of one rank per chunk, as long as ``max_chunks`` allows."""
+
+    max_chunks: int
+    """Chunks at most; beyond chunk_tokens x max_chunks tokens the chunks grow instead."""
+
+    membership: Membership = "strided"
+    """Tokens of chunk i of K. "strided": i, i + K, i + 2K, ...; "contiguous": neighbours. These are
+    routed alike, and a plan places an expert's tokens by their order, so contiguous chunks can send
+    most of their tokens to one rank while strided ones repeat the spread of the whole."""
+
+    def __post_init__(self) -> None:
+        for name in ("chunk_tokens", "max_chunks"):
+            value = getattr(self, name)
+            if value < 1:
+                raise ValueError(f"{name} is {value}; legal: 1 or more")
+        if self.membership not in _MEMBERSHIPS:
+            raise ValueError(f"membership is {self.membership!r}; legal: {', '.join(_MEMBERSHIPS)}")
+
+    def cut(self, tokens: int, largest: int | None = None) -> "Partition":
+        """The chunks of a rank whose group is known.
+
+        Args:
+            tokens: of this rank.
+            largest: tokens of the fullest rank of the group; None: this rank's.
+
+        Raises:
+            ValueError: this rank holds more than the fullest.
+        """
+        most = tokens if largest is None else largest
+        if not 0 <= tokens <= most:
+            raise ValueError(f"tokens is {tokens}; legal: 0 to largest, which is {most}")
+        chunks = max(1, min(-(-most // self.chunk_tokens), self.max_chunks))
+        return Partition(tokens=tokens, chunks=chunks, largest=most, membership=self.membership)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Partition:
+    """The chunks of one rank's tokens. Recomputable from its fields: nothing else need be kept."""
+
+    tokens: int
+    """Tokens of this rank, N."""
+
+    chunks: int
+    """Chunks, K; the same on every rank of the group. Some may be empty."""
+
+    largest: int
+    """Tokens of the group's fullest rank."""
+
+    membership: Membership
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Tokens of this rank's largest chunk, ceil(N / K)."""
+        return -(-self.tokens // self.chunks)
+
+    def rows(self, chunk: int) -> slice:
+        """The tokens of a chunk, as a slice of a tensor whose first dimension is N."""
+        if not 0 <= chunk < self.chunks:
+            raise IndexError(f"chunk {chunk} of {self.chunks}")
+        if self.membership == "strided":
+            return slice(chunk, None, self.chunks)
+        size = self.chunk_tokens
+        return slice(min(chunk * size, self.tokens), min((chunk + 1) * size, self.tokens))
+
+    def size(self, chunk: int) -> int:
+        """Tokens of a chunk."""
+        return len(range(*self.rows(chunk).indices(self.tokens)))
+
+    def chunk_of(self, device: torch.device | str) -> torch.Tensor:
+        """The chunk of every token: int64 (N,)."""
+        tokens = torch.arange(self.tokens, device=device)
+        if self.membership == "strided":
+            return tokens % self.chunks
+        return tokens // max(self.chunk_tokens, 1)
+
+    def receive_bound(self, ranks: int, top_k: int) -> int:
+        """Rows that one rank can receive in one chunk, at most, whatever the router does: every
+        rank of the group sends it all ``top_k`` routes of its largest chunk."""
+        return ranks * top_k * -(-self.largest // self.chunks)
+
+    def send_table(self, destination: torch.Tensor, ranks: int) -> torch.Tensor:
+        """Routes that each chunk sends to each rank: int64 (K, ranks), on the device of the input.
+
+        Args:
+            destination: rank of every route, int64 (N, top_k).
+        """
+        chunk = self.chunk_of(destination.device).unsqueeze(1)
+        cell = (chunk * ranks + destination).flatten()
+        # Not bincount: on CUDA it waits for the device to learn how long its result is.
+        table = cell.new_zeros(self.chunks * ranks)
+        return table.scatter_add_(0, cell, torch.ones_like(cell)).view(self.chunks, ranks)
+
+
+def agree(
+    rule: ChunkRule, tokens: int, group: dist.ProcessGroup | None, device: torch.device
+) -> Partition:
+    """Cut this rank's tokens into as many chunks as every other rank of its group.
+
+    One all-reduce and one read by the host. Call it before anything is sent by chunk, on every rank
+    of the group, also on one without tokens.
+
+    Args:
+        tokens: of this rank.
+        group: whose ranks exchange chunks; None: this rank alone.
+        device: where the group's collectives run.
+
+    Raises:
+        DisagreementError: the ranks follow different rules; raised on every rank alike.
+    """
+    if group is None:
+        return rule.cut(tokens)
+    mine = [rule.chunk_tokens, rule.max_chunks, _MEMBERSHIPS.index(rule.membership)]
+    # The largest negative is the smallest: they differ exactly where ranks disagree.
+    most = torch.tensor([tokens, *mine, *(-value for value in mine)], device=device)
+    dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
+    largest, *values = most.tolist()
+    if values[: len(mine)] != [-value for value in values[len(mine) :]]:
+        raise DisagreementError(_disagreement(mine, group, device))
+    return rule.cut(tokens, largest)
+
+
+def _disagreement(mine: list[int], group: dist.ProcessGroup, device: torch.device) -> str:
+    """Who follows which rule. A collective call."""
+    here = torch.tensor(mine, device=device)
+    everyone = [torch.empty_like(here) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(everyone, here, group=group)
+    followers: dict[tuple[int, ...], list[int]] = {}
+    for rank, theirs in zip(dist.get_process_group_ranks(group), everyone, strict=True):
+        followers.setdefault(tuple(theirs.tolist()), []).append(rank)
+    lines = [
+        f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}: "
+        f"chunk_tokens {tokens}, max_chunks {chunks}, membership {_MEMBERSHIPS[membership]!r}"
+        for (tokens, chunks, membership), ranks in followers.items()
+    ]
+    return (
+        "ranks that exchange experts' tokens cut them by different settings, so their chunks would "
+        f"not match; start all of them with the same recipe. {'; '.join(lines)}"
+    )

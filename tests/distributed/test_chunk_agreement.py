@@ -1,0 +1,58 @@
+"""Ranks agree about chunks, whatever each of them holds, or all of them say why they cannot."""
+
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+
+from components.expert_dispatch.partition import ChunkRule, DisagreementError, agree
+
+pytestmark = pytest.mark.distributed
+
+TOKENS = (25, 8, 1, 0)
+CPU = torch.device("cpu")
+SETTINGS = {"chunk_tokens": 4, "max_chunks": 5}
+OTHERS = {
+    "chunk_tokens": (8, "rank 3: chunk_tokens 8, max_chunks 5, membership 'strided'"),
+    "max_chunks": (6, "rank 3: chunk_tokens 4, max_chunks 6, membership 'strided'"),
+    "membership": ("contiguous", "rank 3: chunk_tokens 4, max_chunks 5, membership 'contiguous'"),
+}
+
+
+def rank_of_four(rank: int, folder: str) -> None:
+    """Two groups, as expert parallelism makes them, and rules that differ on one rank."""
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/meeting",
+        rank=rank,
+        world_size=4,
+        # What waits for another rank longer than this has hung.
+        timeout=timedelta(seconds=60),
+    )
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    rule, tokens = ChunkRule(**SETTINGS), TOKENS[rank]
+
+    everyone = agree(rule, tokens, dist.group.WORLD, CPU)
+    assert (everyone.chunks, everyone.largest) == (5, 25)
+    assert sum(everyone.size(i) for i in range(5)) == tokens
+    pair = agree(rule, tokens, pairs[rank // 2], CPU)
+    assert (pair.chunks, pair.largest) == [(5, 25), (1, 1)][rank // 2]
+
+    for name, (value, says) in OTHERS.items():
+        mine = ChunkRule(**SETTINGS | ({name: value} if rank == 3 else {}))
+        with pytest.raises(DisagreementError, match=f"ranks 0, 1, 2: chunk_tokens 4, .*; {says}"):
+            agree(mine, tokens, dist.group.WORLD, CPU)
+        if rank >= 2:
+            with pytest.raises(DisagreementError, match=f"rank 2: chunk_tokens 4, .*; {says}"):
+                agree(mine, tokens, pairs[1], CPU)
+    # Nobody is left behind in a collective: the next one works.
+    assert agree(rule, 4, dist.group.WORLD, CPU).chunks == 1
+    dist.destroy_process_group()
+
+
+def test_four_ranks_cut_their_tokens_into_as_many_chunks_or_all_refuse(tmp_path: Path) -> None:
+    multiprocessing.spawn(rank_of_four, (str(tmp_path),), nprocs=4)
