@@ -15,7 +15,12 @@ from components.models.glm_flash.chunked.overrides import (
     chunked_shared_expert,
 )
 from components.models.glm_flash.settings import GlmFlashModel
-from components.recompute.terms import kept_outputs, kept_sublayers, output_bytes
+from components.recompute.terms import (
+    kept_outputs,
+    kept_routed_outputs,
+    kept_sublayers,
+    output_bytes,
+)
 from components.titan.plan import RunPlan
 
 if TYPE_CHECKING:
@@ -44,8 +49,8 @@ class SublayerChunking(Component):
     parameters are summed in float32.
 
     A part runs twice per step, as under plain recomputation. With ``components.layer_recompute`` it
-    runs twice as well: the recomputed layer takes the part's kept output. Routed experts are not
-    touched.
+    runs twice as well: the recomputed layer takes the part's kept output. Routed experts are
+    ``components.sequence_chunked_moe``'s.
     """
 
     name = "sublayer_chunking"
@@ -131,7 +136,9 @@ class SublayerChunking(Component):
         assert isinstance(model, GlmFlashModel)
         tokens, wanted = local_tokens(recipe), self._wanted(_counts(model))
         parts = sum(
-            kept_outputs(recipe, layer) - kept_sublayers(recipe, layer)
+            kept_outputs(recipe, layer)
+            - kept_sublayers(recipe, layer)
+            - kept_routed_outputs(recipe, layer)
             for layer in range(model.n_layers)
         )
         cuts = (tokens - 1) // self.config.chunk_tokens

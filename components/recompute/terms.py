@@ -1,7 +1,8 @@
 """Bytes that recomputation keeps between forward and backward, on one rank."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
+from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.moe import TokenChoiceTopKRouter
 
 from components.core.sizes import compute_itemsize, local_tokens
@@ -28,16 +29,30 @@ def kept_sublayers(recipe: "Recipe", layer: int) -> int:
 def kept_outputs(recipe: "Recipe", layer: int) -> int:
     """How many outputs of a layer's parts are kept for its recomputation, by whichever component.
 
-    A chunked part's kept output is the sub-layer's, except for the shared expert's.
+    A chunked part's kept output is the sub-layer's, except for the shared expert's and, beside one,
+    the routed experts'.
     """
     model, chunking = recipe.model, recipe.components.sublayer_chunking
     sublayers = kept_sublayers(recipe, layer)
     if not isinstance(model, GlmFlashModel) or not chunking.enabled:
-        return sublayers
+        return sublayers + kept_routed_outputs(recipe, layer)
     dense = layer < model.n_dense_layers
     shared = chunking.shared_expert and not dense and model.n_shared_experts > 0
     mixer = chunking.kda if model.layer_types[layer] == "kda" else chunking.dsa
-    return (sublayers or mixer + (chunking.feed_forward and dense)) + shared
+    parts = sublayers or mixer + (chunking.feed_forward and dense)
+    return parts + shared + kept_routed_outputs(recipe, layer)
+
+
+def kept_routed_outputs(recipe: "Recipe", layer: int) -> int:
+    """1 if ``sequence_chunked_moe`` has a layer keep an output that is no sub-layer's, else 0."""
+    components = recipe.components
+    if not (components.sequence_chunked_moe.enabled and components.layer_recompute.enabled):
+        return 0
+    moe = cast(Decoder.Config, recipe.model.build_spec().model).layers[layer].moe
+    if moe is None:
+        return 0
+    is_sublayer = moe.shared_experts is None
+    return 0 if is_sublayer and kept_sublayers(recipe, layer) else 1
 
 
 def output_bytes(recipe: "Recipe") -> int:

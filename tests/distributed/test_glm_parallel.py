@@ -30,6 +30,13 @@ LAYOUTS = {
         "parallelism.expert_parallel_degree=2",
         "components.precision_trimming.enabled=true",
     ],
+    "fsdp2_ep2_experts_in_chunks": [
+        "parallelism.expert_parallel_degree=2",
+        "components.layer_recompute.enabled=true",
+        "components.precision_trimming.enabled=true",
+        "components.sequence_chunked_moe.enabled=true",
+        "components.sequence_chunked_moe.chunk_tokens=100",
+    ],
 }
 INDEXERS = ["components.indexer_training.enabled=true", "metrics.expert_load=true"]
 WITH_INDEXERS = {"fsdp2_ep2_indexers": ["parallelism.expert_parallel_degree=2", *INDEXERS]}

@@ -16,6 +16,10 @@ pytestmark = pytest.mark.distributed
 
 # Two micro-batches of two samples per step on two ranks: the same eight samples as one rank's step.
 GLOBAL_BATCH = 8
+CHUNKS = [
+    "components.sequence_chunked_moe.enabled=true",
+    "components.sequence_chunked_moe.chunk_tokens=100",
+]
 LAYOUTS = {
     "fsdp2": ["parallelism.expert_parallel_degree=1"],
     "fsdp2_ep2": ["parallelism.expert_parallel_degree=2"],
@@ -28,7 +32,14 @@ LAYOUTS = {
         "parallelism.context_parallel_degree=2",
         "components.chunked_loss.num_chunks=4",
     ],
+    "tensor2_experts_in_chunks": ["parallelism.tensor_parallel_degree=2", *CHUNKS],
+    "tensor2_ep2_experts_in_chunks": [
+        "parallelism.tensor_parallel_degree=2",
+        "parallelism.expert_parallel_degree=2",
+        *CHUNKS,
+    ],
 }
+SLOW = [name for name in LAYOUTS if "chunks" in name]
 
 
 def overrides(corpus: str, seed: str) -> list[str]:
@@ -93,7 +104,9 @@ def test_ranks_hold_different_numbers_of_valid_tokens(single: Path) -> None:
     assert len(set(counts)) > 1
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in LAYOUTS]
+)
 def test_losses_and_every_gradient_equal_one_rank(layout: str, single: Path) -> None:
     seed = str(single / "seed/checkpoint/step-0")
     errors = single / f"{layout}_errors"

@@ -8,8 +8,10 @@ import torch.nn as nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
+from torchtitan.models.common.moe import RoutedExperts
 
 from components.core.recipe import Recipe
+from components.expert_dispatch.experts import chunked_experts
 from components.models.glm_flash.chunked.overrides import (
     chunked_dsa,
     chunked_feed_forward,
@@ -48,7 +50,11 @@ NARROW = {"dense_hidden_dim": 16, "kda_heads": 1, "kda_head_dim": 16}
 
 
 def build(
-    settings: GlmFlashModel, dtype: torch.dtype, sites: tuple[str, ...], piece: int = 0
+    settings: GlmFlashModel,
+    dtype: torch.dtype,
+    sites: tuple[str, ...],
+    piece: int = 0,
+    experts: int = 0,
 ) -> nn.Module:
     config = settings.build_spec().model
     if sites:
@@ -58,6 +64,10 @@ def build(
             for name, part, parent, attribute in list(config.traverse(target)):
                 if "shared_experts" not in name:
                     setattr(parent, attribute, cut(part, chunk_tokens=piece))
+    if experts:
+        given = {"chunk_tokens": experts, "max_chunks": 64, "membership": "strided"}
+        for _, part, parent, attribute in list(config.traverse(RoutedExperts.Config)):
+            setattr(parent, attribute, chunked_experts(part, **given))
     model = config.build()
     model.init_states()
     for module in model.modules():
@@ -212,7 +222,11 @@ def peak_of(layer: nn.Module, streams: torch.Tensor, documents: Documents) -> in
 
 
 def small_recipe(
-    settings: GlmFlashModel, tokens: int, sites: tuple[str, ...], piece: int = 0
+    settings: GlmFlashModel,
+    tokens: int,
+    sites: tuple[str, ...],
+    piece: int = 0,
+    experts: int = 0,
 ) -> Recipe:
     recipe = load_recipe(RECIPES / "quickstart.yaml", []).recipe
     recipe.model, recipe.training.local_batch_size = settings, 1
@@ -221,6 +235,9 @@ def small_recipe(
     if piece:
         chunking = recipe.components.sublayer_chunking
         chunking.enabled, chunking.chunk_tokens = True, piece
+    if experts:
+        chunked = recipe.components.sequence_chunked_moe
+        chunked.enabled, chunked.chunk_tokens = True, experts
     return recipe
 
 
@@ -262,4 +279,25 @@ def test_parts_in_pieces_keep_and_need_what_the_arithmetic_says(index, monkeypat
     bound = settings.layer_working_set_bytes(recipe, "cpu")[index]
     assert found <= bound <= 2 * found
     whole = settings.layer_working_set_bytes(small_recipe(settings, tokens, sites), "cpu")[index]
+    assert bound < whole
+
+
+@pytest.mark.parametrize("sites", [(), tuple(SITES)], ids=["plain", "trimmed"])
+@pytest.mark.parametrize("changes", [{"top_k": 4}, {"n_shared_experts": 3}], ids=str)
+def test_experts_in_chunks_keep_and_need_what_the_arithmetic_says(changes, sites, monkeypatch):
+    small_budgets(monkeypatch)
+    # So wide that the experts decide, those of a chunk as well.
+    settings, tokens, chunk = tiny_glm(expert_hidden_dim=512, **NARROW, **changes), 1024, 256
+    recipe = small_recipe(settings, tokens, sites, experts=chunk)
+    layer = list(build(settings, torch.bfloat16, sites, experts=chunk).layers.values())[KDA_MOE]
+    # Sums of their gradients are a term of the component's own.
+    layer.moe.routed_experts.requires_grad_(False)
+    streams = torch.randn(1, tokens, 4, 128).bfloat16().requires_grad_()
+    documents = Documents.from_lengths((tokens,))
+    kept = measured(layer, streams, documents)
+    assert sum(kept.values()) == settings.layer_saved_bytes(recipe, "cpu")[KDA_MOE]
+    found = peak_of(layer, streams, documents)
+    bound = settings.layer_working_set_bytes(recipe, "cpu")[KDA_MOE]
+    assert found <= bound <= 2 * found
+    whole = settings.layer_working_set_bytes(small_recipe(settings, tokens, sites), "cpu")[KDA_MOE]
     assert bound < whole

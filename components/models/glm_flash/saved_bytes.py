@@ -27,6 +27,9 @@ MoE, combine       KDe + 4K                                 4KD instead of KDe
 MoE, shared        3Se                                      3Se
 ================== ======================================== =======================================
 
+Experts in chunks (``components.sequence_chunked_moe``) keep the router's row, De whatever is
+trimmed, 4K of weights, and the shared experts'; the rows of experts and combine are then a chunk's.
+
 Full recompute keeps nDe per layer. Every k layers keeps nDe per k layers, and (k - 1) nDe more
 while one segment is differentiated.
 
@@ -206,20 +209,38 @@ def _dense(model: "GlmFlashModel", tokens: int, form: Form) -> int:
     return tokens * model.dim * form.itemsize + _swiglu(model.dense_hidden_dim, tokens, form)
 
 
-def _moe(model: "GlmFlashModel", tokens: int, form: Form) -> int:
+def _routing(model: "GlmFlashModel", tokens: int, form: Form) -> int:
+    """What the router keeps, its input in its own dtype left out."""
     assert model.n_experts is not None
-    e, k, experts = form.itemsize, model.top_k, model.n_experts
-    trimmed_router = "router" in form.trimmed
+    k, experts = model.top_k, model.n_experts
     total = tokens * (4 * experts + 8 * k)
     if model.route_norm:
         total += tokens * (4 * k + 4)
-    if not trimmed_router and form.narrow:
+    if "router" not in form.trimmed and form.narrow:
         total += tokens * 4 * model.dim + 4 * experts * model.dim
-    if trimmed_router or not form.narrow or model.n_shared_experts:
-        total += tokens * model.dim * e
+    return total
+
+
+def dispatched_bytes(model: "GlmFlashModel", tokens: int, form: Form) -> int:
+    """Bytes that routed experts keep besides their tokens, weights and expert ids."""
+    assert model.n_experts is not None
+    e, k = form.itemsize, model.top_k
     # Two orders of the rows, and the places of a token's rows.
-    total += tokens * (24 * k + k * model.dim * e) + 4 * experts
+    total = tokens * (24 * k + k * model.dim * e) + 4 * model.n_experts
     total += _swiglu(model.expert_hidden_dim, tokens * k, form)
     outputs = e if "expert_combine" in form.trimmed else 4
-    total += tokens * (k * model.dim * outputs + 4 * k)
+    return total + tokens * (k * model.dim * outputs + 4 * k)
+
+
+def moe_bytes_in_chunks(model: "GlmFlashModel", tokens: int, form: Form) -> int:
+    """Bytes that an MoE part keeps whose routed experts run a chunk of the tokens at a time."""
+    shared = _swiglu(model.n_shared_experts * model.expert_hidden_dim, tokens, form)
+    weights = tokens * 4 * model.top_k
+    return _routing(model, tokens, form) + tokens * model.dim * form.itemsize + weights + shared
+
+
+def _moe(model: "GlmFlashModel", tokens: int, form: Form) -> int:
+    total = _routing(model, tokens, form) + dispatched_bytes(model, tokens, form)
+    if "router" in form.trimmed or not form.narrow or model.n_shared_experts:
+        total += tokens * model.dim * form.itemsize
     return total + _swiglu(model.n_shared_experts * model.expert_hidden_dim, tokens, form)

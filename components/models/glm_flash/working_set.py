@@ -19,10 +19,10 @@ temporary tensors per token while a part runs backward:
 * DSA: gradients of queries, outputs and latents; latents and their gradient in float32; two chunks
   of queries (``kernels.dsa.absorbed``); the maps to keys and values and their gradients in float32.
 * SwiGLU: as many gradients as tensors were kept.
-* MoE: beyond what was kept, the most of: gradients of outputs KDe; of activations KIe; and, with
-  outputs, activations, gate and up gone again, gradients of gate and up and three times those of
-  the experts' inputs while they are summed, 2KDe - KIe. Off: products of the combine and their
-  gradients, 8KD; the router's copies, 8D; a SwiGLU's three gradients more.
+* MoE: beyond what was kept, the most of: the shared experts' SwiGLU; gradients of outputs KDe; of
+  activations KIe; and, with outputs, activations, gate and up gone again, gradients of gate and up
+  and three times those of the experts' inputs while they are summed, 2KDe - KIe. Off: products of
+  the combine and their gradients, 8KD; the router's copies, 8D; a SwiGLU's three gradients more.
 
 Not included: gradients of parameters, gathered parameters and what exchanges between ranks hold,
 all of which depend on the sharding; with expert parallelism ranks are taken to get as many rows as
@@ -30,14 +30,23 @@ they send; the loss that ``components.indexer_training`` adds.
 
 A part that ``components.sublayer_chunking`` cuts keeps its input and, per piece, a state (KDA) or
 pool numbers (DSA); what it would keep and need besides is that of one piece. Under
-``components.layer_recompute`` its output, states and pools are counted there as well.
+``components.layer_recompute`` its output, states and pools are counted there as well. Routed
+experts that ``components.sequence_chunked_moe`` cuts keep their tokens, weights and expert ids, and
+need besides what one chunk keeps and needs, and the gradients of all tokens.
 """
 
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
 from components.core.sizes import compute_itemsize, local_tokens
-from components.models.glm_flash.saved_bytes import Form, boundary_bytes, is_dense, saved_bytes
+from components.models.glm_flash.saved_bytes import (
+    Form,
+    boundary_bytes,
+    dispatched_bytes,
+    is_dense,
+    moe_bytes_in_chunks,
+    saved_bytes,
+)
 from kernels import row_blocks
 from kernels.dsa import absorbed
 from kernels.kda.chunked import SEGMENT
@@ -84,7 +93,10 @@ class _Layer:
         self.dense = is_dense(model, index)
         chunking = recipe.components.sublayer_chunking
         self.piece = min(chunking.chunk_tokens, self.tokens)
+        experts = recipe.components.sequence_chunked_moe
+        self.experts_piece = experts.rule().cut(self.tokens).chunk_tokens
         self.cut = {
+            "moe": experts.enabled,
             "attention": chunking.enabled and (chunking.kda if self.kda else chunking.dsa),
             "feed_forward": chunking.enabled and chunking.feed_forward,
         }
@@ -120,6 +132,8 @@ class _Layer:
         """Temporary tensors of a part; of one that is cut, with what a piece keeps."""
         if not self._is_cut(part):
             return self._temporary(part, self.tokens)
+        if part == "moe":
+            return self._needed_by_cut_moe()
         of_piece = saved_bytes(self.model, self.index, self.piece, self.form)[part]
         gradients = 2 * self.tokens * self.model.dim * self.form.itemsize
         latents = self._latents() if part == "attention" and not self.kda else 0
@@ -130,6 +144,8 @@ class _Layer:
 
     def _kept_when_cut(self, part: str) -> int:
         model, rows = self.model, self.tokens * self.model.dim * self.form.itemsize
+        if part == "moe":
+            return moe_bytes_in_chunks(model, self.tokens, self.form)
         if part == "feed_forward":
             return rows
         if self.kda:
@@ -193,6 +209,9 @@ class _Layer:
         return tokens * self.model.dense_hidden_dim * self.form.itemsize * self._of_swiglu()
 
     def _moe(self, tokens: int) -> int:
+        return max(self._routed(tokens), self._shared(tokens)) + self._routing(tokens)
+
+    def _routed(self, tokens: int) -> int:
         model, e, k = self.model, self.form.itemsize, self.model.top_k
         outer, inner = k * model.dim, k * model.expert_hidden_dim
         row = e * max(outer, inner, 2 * outer - inner)
@@ -200,11 +219,24 @@ class _Layer:
             row += 3 * inner * e
         if "expert_combine" not in self.form.trimmed:
             row = max(row, 2 * outer * _FLOAT32)
-        if "router" not in self.form.trimmed:
-            row += 2 * model.dim * _FLOAT32
+        return tokens * row
+
+    def _routing(self, tokens: int) -> int:
+        """Gradients of logits and weights, and the router's copies."""
+        model = self.model
         assert model.n_experts is not None
-        # Gradients of logits and weights.
-        return tokens * (row + _FLOAT32 * (model.n_experts + 2 * k))
+        copies = 0 if "router" in self.form.trimmed else 2 * model.dim
+        return tokens * _FLOAT32 * (model.n_experts + 2 * model.top_k + copies)
+
+    def _shared(self, tokens: int) -> int:
+        inner = self.model.n_shared_experts * self.model.expert_hidden_dim
+        return tokens * inner * self.form.itemsize * self._of_swiglu()
+
+    def _needed_by_cut_moe(self) -> int:
+        piece = self.experts_piece
+        chunk = dispatched_bytes(self.model, piece, self.form) + self._routed(piece)
+        rows = 2 * (self.tokens + piece) * self.model.dim * self.form.itemsize
+        return rows + max(chunk, self._shared(self.tokens)) + self._routing(self.tokens)
 
     def _of_swiglu(self) -> int:
         return 3 if "swiglu" in self.form.trimmed else 6
