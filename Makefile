@@ -99,7 +99,7 @@ bench: environment ## measure NAME against its floor and its peers (no NAME: lis
 	$(_run) $(call _flag,--name,NAME) $(_pass)
 
 test: environment ## all tests but the slow (ARGS="-k 'one or two'" for pytest, JOBS=2 at a time)
-	$(_plain)@exec $(PY) -m pytest -m "not slow" $(if $(filter-out 0 1,$(JOBS)),-n $(JOBS)) $(ARGS)
+	$(_plain)@exec $(PY) -m pytest -m "not slow" $(if $(filter-out 0 1,$(JOBS)),-n $(JOBS) --dist loadgroup) $(ARGS)
 
 lint: environment ## ruff (rules and format) and mypy
 	$(_plain)@$(PY) -m ruff check . && $(PY) -m ruff format --check . && $(PY) -m mypy
