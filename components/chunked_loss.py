@@ -42,12 +42,15 @@ class ChunkedLoss(Component):
         cp = recipe.parallelism.context_parallel_degree
         local = recipe.training.seq_len // cp
         if local % chunks:
-            legal = [n for n in range(1, min(local, 64) + 1) if local % n == 0]
+            legal = [n for n in range(2, min(local, 64) + 1) if local % n == 0]
             yield Problem(
                 f"{self.path}.num_chunks",
                 f"{chunks} does not divide the {local} tokens that one rank holds "
                 f"(training.seq_len {recipe.training.seq_len} / context_parallel_degree {cp})",
-                f"divisors up to 64: {', '.join(map(str, legal))}",
+                f"divisors up to 64: {', '.join(map(str, legal))}"
+                if legal
+                else f"no divisor up to 64: use another training.seq_len, or {self.path}.enabled="
+                "false",
             )
         if chunks == 1:
             yield Problem(

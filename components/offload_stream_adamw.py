@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed import ParallelDims
 
@@ -13,10 +14,11 @@ from components.core.units import Count
 from components.models.counts import count_parameters
 from components.offload.accountant import GIB, gib
 from components.offload.slabs import pinned_bytes
-from components.streamed_adamw.engine import staging_bytes
+from components.streamed_adamw.engine import staging_limit
 from components.streamed_adamw.host import host_bytes
 from components.streamed_adamw.layout import CUT, lay_out
 from components.titan.plan import RunPlan
+from components.titan.story import narrate
 from components.titan.streamed_optimizer import StreamedOptimizers, gib_above
 
 if TYPE_CHECKING:
@@ -27,6 +29,8 @@ LARGEST = 2**20
 """GiB; no machine has a PiB of memory."""
 
 FLOAT32 = 4
+
+SKIPPED = "optimizer/skipped_steps"
 
 
 class OffloadStreamAdamW(Component):
@@ -50,7 +54,7 @@ class OffloadStreamAdamW(Component):
         "first rank, seconds",
         "optimizer/cpu_seconds": "last step, until the CPU's last weight was on the device; "
         "first rank, seconds",
-        "optimizer/skipped_steps": "steps left out because a gradient was not finite, so far",
+        SKIPPED: "steps left out because a gradient was not finite, since this process began",
     }
 
     @dataclass(kw_only=True, slots=True)
@@ -64,11 +68,13 @@ class OffloadStreamAdamW(Component):
 
         split: float | Literal["auto"] = "auto"
         """Share of the parameters that the CPU updates, 0 to 1. auto: measured at the start, so
-        that both ways end together, or 0 or 1 where one alone is as fast. A run repeats itself to
-        the bit at a given share alone."""
+        that both ways end together, or 0 or 1 where one alone is as fast; the mean of all ranks
+        holds for all and is told at the start. A run repeats itself to the bit at a given share
+        alone."""
 
         cpu_threads: int | None = None
-        """Threads of the CPU's share; null: the machine's cores over its ranks."""
+        """Threads of the CPU's share, at most the machine's cores; null: the cores near the rank's
+        GPU over the ranks that are near them."""
 
         host_budget_gib: float | None = None
         """Pinned host memory of one rank, in GiB, that must hold everything; null: no limit but the
@@ -107,6 +113,7 @@ class OffloadStreamAdamW(Component):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self._optimizers: StreamedOptimizers | None = None
+        self._skipped = 0
 
     def check(self, recipe: "Recipe", target: Target) -> Iterator[Problem]:
         implementation = recipe.optimizer.implementation
@@ -169,6 +176,8 @@ class OffloadStreamAdamW(Component):
             nonfinite=config.nonfinite,
         )
         plan.set_optimizer(self.name, streamed)
+        # Not when the trainer stands: it may never, and the host memory is to be released.
+        plan.after_optimizer(self._meet, first=True)
 
     def memory_terms(self, recipe: "Recipe", target: Target) -> list[MemoryTerm]:
         """What leaves the device, what computes instead, and what a step takes for a while."""
@@ -176,9 +185,7 @@ class OffloadStreamAdamW(Component):
         stock = recipe.optimizer.bytes_per_parameter(recipe.training.dtype)
         computing = TORCH_DTYPE_MAP[recipe.training.mixed_precision_param].itemsize
         config = self.config
-        staging = staging_bytes(
-            lay_out([trained]), config.bucket_parameters, config.slots, config.split
-        )
+        staging = staging_limit(trained, config.bucket_parameters, config.slots, config.split)
         return [
             MemoryTerm("fp32 weights and moments, kept on the host", -trained * (stock - FLOAT32)),
             MemoryTerm("weights in the dtype that layers compute in", trained * computing),
@@ -191,17 +198,31 @@ class OffloadStreamAdamW(Component):
         reports = [each.report for each in optimizers if each.report is not None]
         streamed = sum(report.streamed for report in reports)
         processed = sum(report.processed for report in reports)
+        if optimizers.skipped:
+            # From now on in every step's line, and before that in none.
+            trainer.metrics_processor.headlines[SKIPPED] = "skipped"
         return {
             "optimizer/host_gib": optimizers.pinned / GIB,
             "optimizer/staging_gib": max((r.staging_bytes for r in reports), default=0) / GIB,
             "optimizer/cpu_share": processed / max(streamed + processed, 1),
             "optimizer/streamed_seconds": sum(report.streaming_seconds for report in reports),
             "optimizer/cpu_seconds": sum(report.processor_seconds for report in reports),
-            "optimizer/skipped_steps": optimizers.skipped,
+            SKIPPED: optimizers.skipped,
         }
 
-    def on_built(self, trainer: "RecipeTrainer") -> None:
-        self._optimizers = _streamed(trainer)
+    def after_step(self, trainer: "RecipeTrainer") -> None:
+        """Tell of a step that was left out."""
+        skipped = _streamed(trainer).skipped
+        if skipped > self._skipped:
+            narrate(
+                f"step {trainer.step} updated nothing: a gradient was not finite "
+                f"({self.path}.nonfinite: skip; {skipped} so far)"
+            )
+        self._skipped = skipped
+
+    def _meet(self, optimizers: OptimizersContainer, *_: object) -> None:
+        assert isinstance(optimizers, StreamedOptimizers)
+        self._optimizers = optimizers
 
     def close(self) -> None:
         if self._optimizers is not None:

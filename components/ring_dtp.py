@@ -28,16 +28,22 @@ _FLOAT32 = 4
 
 
 class RingDtp(Component):
-    """No rank ever holds the whole output head, its gradient, or the logits of its tokens.
+    """A rank computes with 1 / degree of the output head and of its gradient, and holds one strip
+    of logits.
 
-    Each rank keeps the rows of the head that FSDP gave it, and its own tokens. Strips of logits
-    (strip_rows x this rank's part of the vocabulary) are made, used and dropped. Statistics, the
-    head's gradient and the loss are float32, whatever the layers compute in. On one rank it is a
-    loss that takes the gradient from the strip that is there.
+    Each rank keeps the rows of the head that FSDP gave it, and its own tokens. With rings of all
+    ranks (the default) these rows are its part. Smaller rings gather theirs from each other for
+    every pass, and sum its gradient; with a degree of 1 that part is the whole head.
+    Strips of logits (strip_rows x this rank's part of the vocabulary) are made, used and dropped.
+    Statistics, the head's gradient and the loss are float32, whatever the layers compute in. On one
+    rank it is a loss that takes the gradient from the strip that is there.
     """
 
     name = "ring_dtp"
-    summary = "each rank computes a part of the vocabulary, in strips; the head is never gathered"
+    summary = (
+        "each rank computes a part of the vocabulary, in strips; by default the head is never "
+        "gathered"
+    )
     source = "arXiv 2609.14306, section 3.2; the fused schedule is this project's"
     relieves = "logits"
     excludes = ("chunked_loss",)
@@ -206,7 +212,8 @@ class Sizes:
         if schedule == "move_weights":
             wide = self.tokens + 3 * widest
             return kept + 2 * widest * self._row + wide * self._wide_row
-        statistics = 16 * ring * self.tokens
+        # Four float32, again as they come home, two to merge them, and an int64 target.
+        statistics = 48 * ring * self.tokens
         return kept + 2 * self.tokens * self._row + 3 * self.tokens * self._wide_row + statistics
 
     def head(self, kept: torch.dtype, gradient: torch.dtype, replicas: int) -> int:

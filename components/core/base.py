@@ -165,4 +165,7 @@ class Component(Configurable):
         return {}
 
     def close(self) -> None:
-        """The run is over, well or not: release streams, buffers and threads."""
+        """The run is over, well or not: release streams, buffers and threads.
+
+        Called before ``on_built`` where building the trainer failed.
+        """

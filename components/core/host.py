@@ -4,6 +4,7 @@ A container or job often gets less than the machine has; the limits of control g
 versions) are honoured.
 """
 
+import math
 import os
 import re
 import resource
@@ -27,15 +28,20 @@ def memory_available() -> int:
 
 def cores() -> float:
     """CPU cores that this process may use; a quota can grant fractions."""
-    allowed = float(len(os.sched_getaffinity(0)))
-    quotas = []
+    return min(float(len(os.sched_getaffinity(0))), core_quota())
+
+
+def core_quota() -> float:
+    """CPU cores' worth of time that control groups grant this process and all others in them;
+    infinite without a limit."""
+    quotas = [math.inf]
     for folder in _folders("cpu"):
         words = _read(folder / "cpu.max").split()
         if len(words) != 2:
             words = [_read(folder / "cpu.cfs_quota_us"), _read(folder / "cpu.cfs_period_us")]
         if all(word.isdigit() for word in words):
             quotas.append(int(words[0]) / int(words[1]))
-    return min([allowed, *quotas])
+    return min(quotas)
 
 
 def disk_free(folder: Path) -> int:

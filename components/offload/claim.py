@@ -44,7 +44,9 @@ def claim(owner: str, payload: int, budget: int | None, device: torch.device) ->
     Args:
         owner: dotted key of the component.
         payload: bytes to be stored on this rank, at least 1.
-        budget: bytes that ``owner``.host_budget_gib allows; None where it sets no limit.
+        budget: bytes that ``owner``.host_budget_gib allows, where these will be filled: so many
+            are refused that no machine has. None from an owner whose budget is a limit alone, which
+            it compares with what it needs itself, and where there is none.
         device: what copies from and to it.
 
     Raises:

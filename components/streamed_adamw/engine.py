@@ -41,13 +41,12 @@ def staging_bytes(
     layout: Layout,
     bucket_parameters: int,
     slots: int,
-    split: float | Literal["auto"],
+    split: float,
     wide: bool = False,
 ) -> int:
-    """Device memory of a step in which every parameter has a gradient.
+    """Device memory of a step in which every parameter has a gradient, in bytes.
 
-    Slots x largest bucket x 12, and a tile x 4 for the CPU. At most that where the split is yet to
-    be measured: either way may get everything, and the largest bucket may be as large as allowed.
+    Slots x largest bucket x 12, and a tile x 4 for the CPU.
 
     Args:
         layout: of the parameters of this rank.
@@ -57,11 +56,28 @@ def staging_bytes(
         wide: a gradient is not fp32: 16 bytes instead of 12, and 8 instead of 4.
     """
     tile = tile_limit(layout, bucket_parameters)
-    if split == "auto":
-        largest = min(bucket_parameters, layout.size)
-        return VALUE * (slots * largest * (3 + wide) + tile * (1 + wide))
     streamed, tiles = _cut(layout, bucket_parameters, tile, layout.size, split)
     return slot_bytes(streamed, slots, 3 + wide) + buffer_bytes(tiles, 1 + wide)
+
+
+def staging_limit(
+    size: int, bucket_parameters: int, slots: int, split: float | Literal["auto"]
+) -> int:
+    """Device memory of a step with fp32 gradients at most, in bytes, whatever the parameters are.
+
+    Args:
+        size: values of this rank.
+        bucket_parameters: values that a bucket may have.
+        slots: buckets on the device at a time.
+        split: part that the CPU updates; "auto": it may become any.
+    """
+    limit = bucket_parameters
+    streamed = size if split == "auto" else round((1 - split) * size)
+    # There are never more buckets than that: two in a row are more than one may hold, but for the
+    # parts of a large parameter (cut at multiples of CUT) and what is left beside them.
+    held = 1 if streamed <= limit else min(slots, 4 * streamed // limit + 1)
+    tile = 0 if split == 0 else min(TILE, limit, size)
+    return VALUE * (3 * held * min(limit, streamed) + tile)
 
 
 class Engine:
@@ -102,7 +118,13 @@ class Engine:
         self._tiles: list[Bucket] = []
 
     def split(self, share: float) -> None:
-        """Give the CPU the last ``share`` of the values, to the nearest place for a cut."""
+        """Give the CPU the last ``share`` of the values, to the nearest place for a cut.
+
+        Raises:
+            ValueError: there are values for the CPU, which was to update nothing.
+        """
+        if share > 0 and self._processor is None and self._layout.size:
+            raise ValueError(f"share is {share}; it must be 0 where split was 0 at the start")
         size = self._layout.size
         self._streamed, self._tiles = self._cut(size, share)
         self.share = sum(tile.size for tile in self._tiles) / size if size else 0.0

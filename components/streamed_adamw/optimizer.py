@@ -125,6 +125,19 @@ class OffloadStreamAdamW(torch.optim.Optimizer):
         """Part of the values that the CPU updates."""
         return self._engine.share
 
+    def set_share(self, share: float) -> None:
+        """Change, between steps, what the CPU updates.
+
+        Args:
+            share: part of the values, 0 to 1; above 0 only where ``split`` was not 0.
+
+        Raises:
+            ValueError: it is not as said above.
+        """
+        if not 0 <= share <= 1:
+            raise ValueError(f"share is {share!r}; it must be a number from 0 to 1")
+        self._engine.split(share)
+
     @overload
     def step(self, closure: None = None) -> None: ...
 

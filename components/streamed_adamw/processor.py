@@ -51,7 +51,7 @@ class Processor:
         self._down, self._up = lanes.side(), lanes.side()
         self._pool = ThreadPoolExecutor(1, "streamed_adamw")
         mine = torch.get_num_threads()
-        self._pool.submit(_settle_in, threads, cpus).result()
+        self._pool.submit(_settle_in, lanes.device, threads, cpus).result()
         # The count is a thread's own, but threads that start later would take over the last one.
         torch.set_num_threads(mine)
 
@@ -134,8 +134,12 @@ class Processor:
             self._lanes.let_go(masters)
 
 
-def _settle_in(threads: int, cpus: Collection[int]) -> None:
+def _settle_in(device: torch.device, threads: int, cpus: Collection[int]) -> None:
     """Runs in the thread, before anything else: threads for arithmetic inherit its cores."""
+    if device.type == "cuda":
+        # Whoever leaves a stream goes back to his own device, which is the first one by default:
+        # that would open a context there.
+        torch.cuda.set_device(device)
     if cpus:
         os.sched_setaffinity(0, cpus)
     torch.set_num_threads(threads)

@@ -8,6 +8,8 @@ PURE_UNLESS = 0.97
 simpler, and a measurement varies by a few per cent."""
 
 DIGITS = 3
+"""Of a share: thousandths."""
+
 REFINEMENTS = 3
 REPEATS = 2
 

@@ -41,8 +41,16 @@ class Run:
     expert_load: ExpertLoad
 
     def build(self) -> RecipeTrainer:
-        """Build the trainer; the process group's environment variables must be set."""
-        return self.config.build(enabled=self.enabled, expert_load=self.expert_load)
+        """Build the trainer; the process group's environment variables must be set.
+
+        Where that fails, the components are closed: they may hold host memory already.
+        """
+        with contextlib.ExitStack() as on_failure:
+            for component in self.enabled:
+                on_failure.callback(component.close)
+            trainer = self.config.build(enabled=self.enabled, expert_load=self.expert_load)
+            on_failure.pop_all()
+        return trainer
 
     @contextlib.contextmanager
     def build_and_close(self) -> Iterator[RecipeTrainer]:

@@ -193,13 +193,21 @@ def refuse_missing_optimizer_state(
     """Compare the parameters that an optimizer is to continue with those the checkpoint knows.
 
     Raises:
-        ValueError: some have no state there, because they were frozen; with the way out.
+        ValueError: some have no state there, because they were frozen or the checkpoint holds a
+            model alone; with the way out.
     """
     optimizer = state_dict.get("optimizer")
     if not isinstance(optimizer, Stateful):
         return
     wanted = (name for name in optimizer.state_dict() if name.startswith("state."))
     missing = sorted(name for name in wanted if f"optimizer.{name}" not in stored)
+    if missing and not any(name.startswith("optimizer.") for name in stored):
+        raise ValueError(
+            f"checkpoint: {checkpoint} holds a model alone, without optimizer state; start a new "
+            f"run with checkpoint.initial_load_path={checkpoint} and "
+            "checkpoint.initial_load_model_only=true, which makes a new optimizer, or use a "
+            "checkpoint that was not saved with checkpoint.last_save_model_only=true"
+        )
     if missing:
         parameters = sorted({name.split(".", 1)[1].rsplit(".", 1)[0] for name in missing})
         raise ValueError(

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 
+from components.core.shards import local_of
 from components.recompute.tape import recomputing
 from components.titan.memory.places import clean_name, in_backward
 
@@ -43,12 +44,12 @@ class ExpertLoad:
         unbalanced = [x for x in layers if getattr(x, "load_balance_coeff", None) is None]
 
         def observe(*unused: Any) -> None:
-            counts = [_local(layer.get_buffer("tokens_per_expert_E")) for layer in layers]
+            counts = [local_of(layer.get_buffer("tokens_per_expert_E")) for layer in layers]
             self._counts = torch.stack(counts).clone()
             self._passes = [calls.take() for calls in self._calls]
             for layer in unbalanced:
                 # The balancing that clears the counts after each step is off for this layer.
-                _local(layer.get_buffer("tokens_per_expert_E")).zero_()
+                local_of(layer.get_buffer("tokens_per_expert_E")).zero_()
 
         optimizers.register_step_pre_hook(observe)
 
@@ -80,7 +81,8 @@ class ExpertLoad:
 class _Calls:
     """How often a layer counted its tokens, for every time it ran outside of backward.
 
-    torchtitan's recomputation makes it count again, unless no gradient passes the layer.
+    torchtitan's recomputation makes it count again, unless no gradient passes the layer. A compiled
+    layer counts once: what it recomputes leaves no trace in a buffer.
     """
 
     def __init__(self, layer: nn.Module) -> None:
@@ -88,6 +90,9 @@ class _Calls:
         layer.register_forward_pre_hook(self._called)
 
     def _called(self, *unused: Any) -> None:
+        if torch.compiler.is_compiling():
+            # Nothing to count, and nothing that a graph could hold.
+            return
         if recomputing():
             # It counts into nothing: see ``components.titan.counting``.
             return
@@ -99,8 +104,3 @@ class _Calls:
         ratio = self._all / max(self._first, 1)
         self._all = self._first = 0
         return max(ratio, 1.0)
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    to_local = getattr(tensor, "to_local", None)
-    return to_local() if to_local is not None else tensor

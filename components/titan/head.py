@@ -1,4 +1,5 @@
-"""The vocabulary projection outside of FSDP: cut as FSDP2 would cut it, and never gathered."""
+"""The vocabulary projection outside of FSDP: cut as FSDP2 would cut it, gathered for
+rings of fewer ranks alone."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torchtitan.config import TORCH_DTYPE_MAP, TrainingConfig
 
+from components.core.shards import local_of
 from components.titan.plan import ParallelizeFn
 from components.vocabulary.layout import VocabularyLayout
 
@@ -162,7 +164,7 @@ class RingHead:
         """The compute shard, (rows of this ring rank, H), contiguous; the master weight itself
         where nothing has to be cast or gathered: not to be written to."""
         layout, across = self._rings.layout, self._rings.across
-        local = _local(self._weight)
+        local = local_of(self._weight)
         if across is None:
             return local.to(device=device, dtype=dtype).contiguous()
         width = local.shape[1]
@@ -187,17 +189,17 @@ class RingHead:
             yield None
             return
         dtype = weight.grad_dtype or torch.float32
-        kept = _local(weight)
+        kept = local_of(weight)
         summed = rings.across is not None or rings.replicas is not None
         if not summed and dtype == torch.float32 and kept.device == device:
-            yield _local(_gradient_of(weight, dtype))
+            yield local_of(_gradient_of(weight, dtype))
             return
         layout = rings.layout
         rows = kept.shape[0] if rings.across is None else layout.padded_rows
         buffer = torch.zeros(rows, kept.shape[1], dtype=torch.float32, device=device)
         yield buffer[: layout.rows(rings.q)]
         share = self._sum(buffer)
-        _local(_gradient_of(weight, dtype)).add_(share[: kept.shape[0]].to(kept.device))
+        local_of(_gradient_of(weight, dtype)).add_(share[: kept.shape[0]].to(kept.device))
 
     def _sum(self, buffer: torch.Tensor) -> torch.Tensor:
         """Sum over rings and replicas; the rows of this rank's FSDP shard, perhaps padded."""
@@ -209,12 +211,6 @@ class RingHead:
         if replicas is not None:
             dist.all_reduce(share, group=replicas)
         return share
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part, without a graph; shares its memory."""
-    tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _gradient_of(weight: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:

@@ -19,7 +19,8 @@ class MasterWeights(ModelWrapper):
 
     Names, shapes and placements are the model's, so checkpoints are those of a run that keeps its
     weights in float32 on the device. A module may rename or take apart its weights when it saves
-    them; such a module is given float32 weights on the device for that moment.
+    them; such a module is given float32 weights on the device for that moment. What it makes of
+    them belongs to the state dict alone and is kept by nobody else: each state dict is a new one.
     """
 
     def __init__(self, model_parts: list[nn.Module], optimizers: StreamedOptimizers) -> None:
@@ -30,17 +31,21 @@ class MasterWeights(ModelWrapper):
         """
         self._optimizers = optimizers
         self._parts = [_Part(part, optimizers) for part in model_parts]
-        super().__init__(model_parts)
+        # Not torchtitan's, which keeps the first state dict for the whole run.
+        self.model = model_parts
 
     def _get_state_dict(self) -> dict[str, Any]:
         return {name: value for part in self._parts for name, value in part.state().items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Masters, frozen weights and buffers themselves; new tensors of modules that rewrite."""
+        return self._get_state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Masters, frozen weights and buffers take over what is there; then the working weights."""
         for part in self._parts:
             part.load(state_dict)
         self._optimizers.refresh_weights()
-        self.cached_state_dict = self._get_state_dict()
 
     def on_device(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """The state dict with copies on the device in place of the masters.

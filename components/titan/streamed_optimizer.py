@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import math
-import socket
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -19,13 +18,14 @@ from torchtitan.components.optimizer.utils import (
     load_flat_optim_state_dict,
 )
 
-from components.core.host import cores
 from components.offload.accountant import HostBudgetError, gib, host_accountant
 from components.offload.claim import claim, gather
+from components.offload.cores import threads
 from components.offload.slabs import Slab, pinned_bytes
 from components.streamed_adamw.host import host_bytes
 from components.streamed_adamw.layout import lay_out, rounded
 from components.streamed_adamw.optimizer import OffloadStreamAdamW
+from components.streamed_adamw.split import DIGITS
 from components.titan.story import narrate
 from components.titan.working_weights import use_compute_dtypes
 
@@ -69,7 +69,7 @@ class StreamedOptimizers(OptimizersContainer[OffloadStreamAdamW]):
         """Share of the parameters that the CPU updates, or "auto"."""
 
         cpu_threads: int | None
-        """Threads of the CPU's update; None: this rank's share of the machine's cores."""
+        """Threads of the CPU's update; None: this rank's share of the cores near its device."""
 
         host_budget: int | None
         """Bytes of host memory of one rank; None: as many as needed."""
@@ -83,25 +83,30 @@ class StreamedOptimizers(OptimizersContainer[OffloadStreamAdamW]):
         Raises:
             HostBudgetError: the state does not fit into the budget or into the machine.
             PinningRefused: the system refused some rank.
+            ValueError: more threads than some machine has cores.
         """
         self.config = config
         self.skipped = 0
+        device = next(model_parts[0].parameters()).device
+        cpu_threads = threads(f"{config.owner}.cpu_threads", config.cpu_threads, device)
         self._slab: Slab | None = self._pin(model_parts)
         settings = {
             "host": _Parts(self._slab),
             "bucket_parameters": config.bucket_parameters,
             "slots": config.slots,
             "split": config.split,
-            "threads": config.cpu_threads or _own_cores(),
+            "threads": cpu_threads,
         }
         with_host = copy.copy(config)
         with_host.optimizer_factory_kwargs_by_name = {"AdamW": settings}
         try:
             super().__init__(with_host, model_parts=model_parts)
+            if config.split == "auto":
+                self._agree_on_share()
+            changed = sum(use_compute_dtypes(part) for part in model_parts)
         except BaseException:
             self.close()
             raise
-        changed = sum(use_compute_dtypes(part) for part in model_parts)
         narrate(
             f"optimizer: fp32 weights and AdamW's moments in {gib(self._slab.pinned)} of host "
             f"memory per rank; {changed} weights on the device in the dtype that layers compute in"
@@ -188,7 +193,25 @@ class StreamedOptimizers(OptimizersContainer[OffloadStreamAdamW]):
                 f"use {gib_above(needed):g} or more, or null"
             )
         device = next(model_parts[0].parameters()).device
-        return claim(config.owner, payload, config.host_budget, device)
+        # A budget that is never filled may be larger than the machine: what is needed counts.
+        return claim(config.owner, payload, None, device)
+
+    def _agree_on_share(self) -> None:
+        """Ranks measure different shares; one for all can be written into a recipe. Collective."""
+        found = [each.measured for each in self.optimizers if each.measured is not None]
+        everywhere = [m for each in gather(found) for m in each if m.parameters]
+        if not everywhere:
+            return
+        share = round(sum(each.share for each in everywhere) / len(everywhere), DIGITS)
+        for optimizer in self.optimizers:
+            optimizer.set_share(share)
+        first = everywhere[0]
+        narrate(
+            f"{self.config.owner}.split: auto is {share:g}, the mean of all ranks; on the first, "
+            f"{first.parameters:,} parameters took {first.streaming:.3g} s streamed, "
+            f"{first.processor:.3g} s by the CPU and {first.both:.3g} s at the best share of both. "
+            f"split={share:g} updates the same way again"
+        )
 
     def _gradients_are_finite(self) -> bool:
         """On all ranks. One pass over the gradients, one number sent, one wait for the device."""
@@ -202,18 +225,24 @@ class StreamedOptimizers(OptimizersContainer[OffloadStreamAdamW]):
         return not broken.item()
 
     def _refusal(self) -> str:
-        names = {p: n for each in self.optimizers for n, p in _named(each)}
-        found = [
-            name
-            for parameter, name in names.items()
-            if (gradient := _gradient(parameter)) is not None and not gradient.isfinite().all()
-        ]
-        where = f"{len(found)} of {len(names)} weights of this rank"
-        listed = f" ({', '.join(found[:_LISTED])}{', ...' * (len(found) > _LISTED)})"
+        """The same on all ranks. Collective."""
+        mine = {
+            name: (gradient := _gradient(parameter)) is not None and not gradient.isfinite().all()
+            for each in self.optimizers
+            for name, parameter in _named(each)
+        }
+        broken: dict[str, bool] = {}
+        for each in gather({name: bool(value) for name, value in mine.items()}):
+            broken |= {name: broken.get(name, False) or value for name, value in each.items()}
+        found = [name for name, value in broken.items() if value]
+        listed = f"{', '.join(found[:_LISTED])}{', ...' * (len(found) > _LISTED)}"
+        where = f"{len(found)} of {len(broken)} weights ({listed})"
+        if len(found) == len(broken):
+            where = f"all {len(broken)} weights (clipping spreads one NaN over all of them)"
         return (
-            f"{self.config.owner}.nonfinite: 'raise', and after clipping the gradients of {where}"
-            f"{listed if found else ''} hold NaN or inf; weights and optimizer state are as before "
-            "the step. Use 'skip' to leave such steps out"
+            f"{self.config.owner}.nonfinite: 'raise', and after clipping the gradients of {where} "
+            "hold NaN or inf; weights and optimizer state are as before the step. Use 'skip' to "
+            "leave such steps out"
         )
 
 
@@ -249,12 +278,6 @@ class _Part:
 
     def view(self, start: int, nbytes: int) -> torch.Tensor:
         return self.slab.view(self.start + start, nbytes)
-
-
-def _own_cores() -> int:
-    """Cores of this machine for one of its ranks. Collective."""
-    ranks = gather(socket.gethostname()).count(socket.gethostname())
-    return max(1, int(cores()) // ranks)
 
 
 def _named(optimizer: Optimizer) -> Iterator[tuple[str, nn.Parameter]]:

@@ -73,6 +73,11 @@ class RecipeTrainer(Trainer):
         On a CPU every rank draws the same numbers for its shard, so runs on different numbers of
         ranks start equal only from such a checkpoint (`checkpoint.initial_load_path`).
         """
+        # Moments are made by an update with gradients of zero, which counts as one.
+        self.optimizers.state_dict()
+        for optimizer in self.optimizers:
+            for state in optimizer.state.values():
+                state["step"].zero_()
         self.checkpointer.save(curr_step=0, last_step=True)
 
     def train_step(self, data_iterator: Any) -> None:

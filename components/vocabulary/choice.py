@@ -25,7 +25,8 @@ def choose(tokens: int, layout: VocabularyLayout, *, summed: bool) -> Schedule:
     than ``move_weights``. Beyond that it moves more, but its products outlast its messages: per
     token and rank 6 v H operations against (4 + b) H bytes, which at v = 25,000 and 600 TFLOP/s
     asks for 24 GB/s and less. Measured on one H200 (N = 16,384, H = 7168, V = 200,000, strips of
-    4,096 rows): 216 ms, where three products alone take 178, and 284 ms with strips computed twice
+    4,096 rows): 216 ms, where three products at the peak measured in the same run would take 178,
+    and 284 ms with strips computed twice
     (tests/benchmarks/results/vocabulary_loss_nvidia-h200_a.md).
 
     Losses that need log-probabilities before their gradients are known (per-token weights from

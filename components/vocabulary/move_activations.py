@@ -38,7 +38,8 @@ def move_activations(
     runs if x requires a gradient.
 
     Besides its results it holds one strip of at most rows * v_q logits, two ranks' hidden states in
-    transit and 16 bytes per token of the ring; in backward also three dX of a rank in full
+    transit and at most 48 bytes per token of the ring: its target and its statistics, these twice
+    while they come home and are merged. In backward it also holds three dX of a rank in full
     precision (with one rank: one, in the dtype of x).
 
     Args:
@@ -78,13 +79,14 @@ class _MoveActivations(torch.autograd.Function):
         hidden = tokens.take(x, slice(0, tokens.counted)).contiguous()
         columns = _columns(tokens, layout, group)
         longest = max(tokens.counts)
-        states = [
-            new_state(longest, entropy=True, dtype=wide, device=x.device) for _ in tokens.counts
-        ]
+        # One tensor before there are strips: they are sent as one in the end.
+        states = torch.stack(
+            [new_state(longest, entropy=True, dtype=wide, device=x.device) for _ in tokens.counts]
+        )
         for owner, visitor in travelling(ring, hidden, tokens.counts):
             seen = states[owner][:, : len(visitor)]
             statistics(visitor, w, columns[owner], seen, rows)
-        state = _bring_home(torch.stack(states), group)[:, : tokens.counted]
+        state = _bring_home(states, group)[:, : tokens.counted]
         ctx.save_for_backward(x, w, normaliser(state), *columns)
         ctx.rest = tokens, group, rows, dw
         spread = tokens.spread(entropy(state))

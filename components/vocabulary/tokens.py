@@ -73,7 +73,8 @@ def agree(
 
     Raises:
         ValueError: on every rank of the ring, if a target of any rank is neither ``IGNORED`` nor
-            an entry of the vocabulary.
+            an entry of the vocabulary. Ranks of other rings do not hear of it: they end with the
+            timeout of the next collective that they share with this one.
     """
     counts_here = targets != IGNORED
     wrong = counts_here & ((targets < 0) | (targets >= layout.vocabulary))

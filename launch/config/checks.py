@@ -16,12 +16,14 @@ from components.core.base import Target
 from components.core.problems import Problem, RecipeError, divisors, nearest_multiples, shown
 from components.core.recipe import Recipe
 from components.core.registry import enabled_components
+from components.offload.accountant import gib
 from components.titan.build import prepare
 from components.titan.tokenizer import vocabulary_size
 from launch.config.combinations import check_combinations
 from launch.config.decay import check_decay_patterns
 from launch.config.origins import place_of
 from launch.config.schema import walk
+from launch.summary import memory_terms
 
 # torch shards block masks over context ranks in whole blocks of this many tokens.
 MASK_BLOCK = 128
@@ -61,6 +63,7 @@ def check_recipe(
         problems += _device_rules(recipe, device)
     # What follows computes with the values checked so far.
     problems = problems or list(_components(recipe, target))
+    problems = problems or list(_host_memory(recipe, target))
     problems = problems or list(_torchtitan(recipe, world_size, device))
     if problems:
         places = origins or {}
@@ -199,6 +202,10 @@ def _batches(recipe: Recipe, world_size: int) -> Iterator[Problem]:
         if getattr(training, name) < 1:
             message = f"{getattr(training, name)} is too few; it must be at least 1"
             yield Problem(f"training.{name}", message)
+    # 0 would zero every gradient, and a negative one turn it around.
+    if not training.max_norm > 0:
+        message = f"{training.max_norm:g} is not a norm to clip gradients to; it must be above 0"
+        yield Problem("training.max_norm", message, "such as 1.0; 1e30 clips nothing")
     parallel = recipe.parallelism
     rest = (
         parallel.context_parallel_degree
@@ -275,6 +282,25 @@ def _components(recipe: Recipe, target: Target) -> Iterator[Problem]:
                 hint = "switch one of them off"
                 yield Problem(component.path, f"cannot be on with components.{other}", hint)
         yield from component.check(recipe, target)
+
+
+def _host_memory(recipe: Recipe, target: Target) -> Iterator[Problem]:
+    """What all components together keep on a machine; each alone has been checked."""
+    memory = recipe.hardware.host_memory
+    if memory is None:
+        return
+    kept = [term for term in memory_terms(recipe, target) if term.where == "host"]
+    ranks = min(target.ranks, recipe.hardware.ranks_per_node)
+    needed = ranks * sum(term.nbytes for term in kept)
+    if needed > memory:
+        each = "; ".join(f"{term.name}, {gib(term.nbytes)}" for term in kept)
+        yield Problem(
+            "hardware.host_memory",
+            f"{gib(memory)} of a machine do not hold the {gib(needed)} of its {_ranks(ranks)} "
+            f"(each: {each})",
+            "use more ranks, fewer per machine (hardware.ranks_per_node), less offload (a smaller "
+            "host_budget_gib), or machines with more memory",
+        )
 
 
 def _device_rules(recipe: Recipe, device: str) -> list[Problem]:

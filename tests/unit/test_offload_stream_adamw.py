@@ -134,6 +134,15 @@ def test_frozen_weights_stay_where_they_are() -> None:
     assert abs(pinned["indexers"] + pinned["backbone"] - pinned["everything"]) <= 3 * PAGE
 
 
+def test_replicas_hold_the_same_parameters_again() -> None:
+    pinned = "pinned for fp32 weights and moments"
+    alone, halves, replicas = (
+        terms(f"parallelism.data_parallel_replicate_degree={degree}", ranks=ranks)[pinned]
+        for degree, ranks in ((1, 16), (1, 32), (2, 32))
+    )
+    assert replicas == alone > halves
+
+
 def test_the_summary_compares_what_is_left_with_the_device() -> None:
     alone = ["components.layer_recompute.enabled=true", "hardware.memory=100GiB"]
     off = summarise(load(LARGE, *alone, f"{NAME}.enabled=false"), Target("cuda", 16, 100 * GIB))

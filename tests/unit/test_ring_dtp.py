@@ -1,17 +1,26 @@
 """The component on one rank: what it refuses, what it says of memory, and whole runs with it."""
 
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 from safetensors.torch import load_file
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torchtitan.config import TrainingConfig
 
 from components.core.base import MemoryTerm, Target
 from components.core.registry import loss_term
+from components.titan.build import prepare
 from components.titan.head import RingHead, keep_head_sharded, rings_of
+from components.titan.ring_loss import RingLoss
 from components.titan.trainer import RecipeTrainer
 from launch.config.load import load_recipe
 from tests.training import full, losses, metrics, small_overrides, train, write_corpus
@@ -59,6 +68,12 @@ def test_memory_of_a_ring_has_its_part_of_the_vocabulary(tmp_path: Path) -> None
     assert found.nbytes == strip + head + gathered + parts + 4096 * 64 * 2
 
 
+def test_memory_of_context_ranks_has_a_ring_of_all_and_half_the_tokens(tmp_path: Path) -> None:
+    rows = "components.ring_dtp.strip_rows=1024"
+    context = term(tmp_path, 4, rows, "parallelism.context_parallel_degree=2").nbytes
+    assert term(tmp_path, 4, rows).nbytes - context == 2048 * 64 * 2
+
+
 def test_memory_of_small_rings_has_the_gradient_before_it_is_summed(tmp_path: Path) -> None:
     rows = "components.ring_dtp.strip_rows=1024"
     ring = term(tmp_path, 4, rows, "components.ring_dtp.degree=2").nbytes
@@ -96,7 +111,7 @@ def test_memory_of_travelling_tokens_grows_with_the_tokens(tmp_path: Path) -> No
     small = term(tmp_path, 4, *moving).nbytes
     large = term(tmp_path, 4, *moving, "training.local_batch_size=4").nbytes
     # Own, compacted and two on the way; three gradients on the way; statistics of four ranks.
-    assert large - small == 4096 * (64 * (4 * 2 + 3 * 4) + 16 * 4)
+    assert large - small == 4096 * (64 * (4 * 2 + 3 * 4) + 48 * 4)
 
 
 def test_the_loss_of_other_recipes_is_whole_logits(tmp_path: Path) -> None:
@@ -156,6 +171,52 @@ def test_a_head_with_a_bias_is_refused() -> None:
         keep_head_sharded(lambda model, **unused: model)(model, training=TrainingConfig())
 
 
+@pytest.fixture
+def four_ranks() -> Iterator[DeviceMesh]:
+    """The first of four ranks that share the model; collectives do nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    yield init_device_mesh("cpu", (4,), mesh_dim_names=("dp_shard",))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_a_head_is_trained_or_frozen_as_it_was_before_it_was_cut(
+    four_ranks: DeviceMesh, trained: bool
+) -> None:
+    model = nn.Module()
+    model.lm_head = nn.Linear(3, 8, bias=False).requires_grad_(trained)
+    model.norm = nn.Linear(3, 4)
+
+    def parallelize(model: nn.Module, *, training: TrainingConfig) -> nn.Module:
+        return fully_shard(model, mesh=four_ranks)
+
+    keep_head_sharded(parallelize)(model, training=TrainingConfig())
+    assert isinstance(model.lm_head.weight, DTensor)
+    assert model.lm_head.weight.requires_grad is trained
+
+
+def test_groups_of_rings_have_the_timeout_of_the_recipe(
+    four_ranks: DeviceMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = [*ON, "components.ring_dtp.degree=2", "comm.init_timeout_seconds=17"]
+    recipe = load_recipe(write_recipe(tmp_path, STEADY), settings).recipe
+    config = prepare(recipe, tmp_path, "cpu", 4).config.loss
+    assert isinstance(config, RingLoss.Config)
+    asked = []
+
+    def new(groups: list[list[int]], timeout: timedelta | None = None) -> tuple:
+        asked.append((groups, timeout))
+        return dist.group.WORLD, []
+
+    monkeypatch.setattr(dist, "new_subgroups_by_enumeration", new)
+    head = nn.Linear(3, 8, bias=False)
+    whole = head.weight.detach()
+    head.weight = nn.Parameter(distribute_tensor(whole, four_ranks, [Shard(0)], src_data_rank=None))
+    RingLoss(config).set_lm_head(head)
+    limit = timedelta(seconds=17)
+    assert asked == [([[0, 1], [2, 3]], limit), ([[0, 2], [1, 3]], limit)]
+
+
 def test_a_frozen_head_has_no_buffer() -> None:
     head, ring_head = head_of(torch.randn(5, 3))
     head.weight.requires_grad_(False)
@@ -209,7 +270,10 @@ def test_mixed_precision_computes_in_it_and_keeps_float32_gradients(
             return shard(dtype, device)
 
         trainer.loss_fn.head.shard = watched
+        trainer.loss_fn.head.gradient = Mock(side_effect=trainer.loss_fn.head.gradient)
         trainer.train()
+        # Two passes of two steps; validation asks for no gradient.
+        assert trainer.loss_fn.head.gradient.call_count == 4
         assert head.weight.dtype == head.weight.grad.dtype == torch.float32
         return seen
 

@@ -1,5 +1,6 @@
 """What the streamed AdamW refuses, what it does when something fails, and how state is loaded."""
 
+import threading
 from copy import deepcopy
 from typing import Any
 
@@ -8,6 +9,8 @@ import torch
 from torch import nn
 
 from components.streamed_adamw import processor, streaming
+from components.streamed_adamw.host import HostState
+from components.streamed_adamw.layout import lay_out
 from components.streamed_adamw.optimizer import OffloadStreamAdamW
 from tests.unit.late_lanes import LateDevice
 from tests.unit.streamed_support import (
@@ -105,6 +108,23 @@ def test_odd_gradients_are_refused_and_nothing_changes(gradient: Any, message: s
         for parameter, before in zip(mine, make_parameters(), strict=True):
             assert torch.equal(optimizer.masters[parameter], before)
             assert optimizer.state[parameter]["step"] == 0
+
+
+def test_the_cpus_thread_is_at_home_on_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it would go to the first device whenever it leaves a stream."""
+    seen: list[tuple[torch.device, str]] = []
+    monkeypatch.setattr(
+        torch.cuda,
+        "set_device",
+        lambda device: seen.append((device, threading.current_thread().name)),
+    )
+    device, state = LateDevice(0), HostState(Ram(80), lay_out([1]), 4)
+    processor.Processor(device, state, 1).close()
+    assert seen == []
+    device.device = torch.device("cuda:3")
+    processor.Processor(device, state, 1).close()
+    ((where, thread),) = seen
+    assert where == device.device and thread.startswith("streamed_adamw")
 
 
 class Broken(ZeroDivisionError):

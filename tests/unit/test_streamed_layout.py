@@ -7,6 +7,7 @@ import random
 
 import pytest
 
+from components.streamed_adamw.engine import staging_bytes, staging_limit
 from components.streamed_adamw.host import TILE, host_bytes
 from components.streamed_adamw.layout import (
     ALIGNMENT,
@@ -79,6 +80,29 @@ def test_host_memory_is_twelve_bytes_a_value_and_two_tiles_for_the_cpu() -> None
     assert host_bytes(billion, 10**8, processor=True) == 12 * 10**9 + 2 * 4 * TILE
     assert host_bytes(billion, 10**6, processor=True) == 12 * 10**9 + 2 * 4 * 10**6
     assert host_bytes(billion, 10**8, processor=True) < 1.02 * 12 * 10**9
+
+
+@pytest.mark.parametrize("limit", [64, 100, 127, 128, 1000, 5000])
+@pytest.mark.parametrize("slots", [1, 2, 7, 10**6])
+def test_staging_has_a_limit_that_no_layout_exceeds(slots: int, limit: int) -> None:
+    draw = random.Random(limit)
+    # Bad ones: parts of just over a half, or of one value, and small parameters between them.
+    odd = [[limit + 1, 1] * 9 + [limit], [129, 1] * 9 + [limit], [1, limit] * 9, [limit], [3], []]
+    layouts = [lay_out(counts) for counts in odd] + [some_layout(seed) for seed in range(60)]
+    for layout in layouts:
+        for split in (0, 1, 0.5, draw.random()):
+            needed = staging_bytes(layout, limit, slots, split)
+            assert needed <= staging_limit(layout.size, limit, slots, split)
+            assert needed <= staging_limit(layout.size, limit, slots, "auto")
+
+
+def test_more_slots_than_buckets_take_no_more_memory() -> None:
+    billion = 10**9
+    assert staging_limit(billion, 10**8, 2, 0) == 2 * 12 * 10**8
+    assert staging_limit(billion, 10**8, 10**6, 0) <= 5 * 12 * billion
+    assert staging_limit(10**6, 10**8, 10**6, 0) == 12 * 10**6
+    assert staging_limit(billion, 10**8, 2, 1) == 4 * TILE
+    assert staging_limit(0, 10**8, 2, "auto") == 0
 
 
 def machine(streaming: float, processor: float, slowdown: float = 1.0) -> object:

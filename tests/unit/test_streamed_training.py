@@ -7,27 +7,29 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torchtitan.components.checkpointer import CheckpointManager
 
-from components.core.base import Component
 from components.offload.accountant import GIB, host_accountant
 from components.offload.slabs import PAGE
-from components.titan.streamed_optimizer import NonFiniteGradient, StreamedOptimizers
+from components.streamed_adamw.host import local_of
+from components.titan.streamed_optimizer import StreamedOptimizers
 from components.titan.trainer import RecipeTrainer
 from tests.training import (
-    checkpoint_state,
     full,
     losses,
     metrics,
-    small_overrides,
     train,
     write_corpus,
 )
-
-NAME = "components.offload_stream_adamw"
-ON = [f"{NAME}.enabled=true", f"{NAME}.split=0"]
-BF16 = "training.mixed_precision_param=bfloat16"
-LEAN = ["components.chunked_loss.enabled=false", "training.local_batch_size=1"]
-GLM = ["model=glm_flash_tiny", "model.index_topk=16", "components.indexer_training.enabled=true"]
+from tests.unit.streamed_runs import (
+    GLM,
+    NAME,
+    ON,
+    assert_same,
+    assert_same_checkpoint,
+    continued,
+    settings,
+)
 
 
 @pytest.fixture(scope="module")
@@ -41,44 +43,11 @@ def nothing_stays_reserved() -> Iterator[None]:
     assert NAME not in host_accountant().holdings
 
 
-def settings(corpus: Path, steps: int = 3) -> list[str]:
-    """Experts, a fused projection, two parameter groups."""
-    groups = "optimizer.no_decay=['norm']"
-    return [*small_overrides(corpus), *LEAN, BF16, groups, f"training.steps={steps}"]
-
-
 @pytest.fixture(scope="module")
 def stock(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Four steps, a checkpoint every two."""
     run = tmp_path_factory.mktemp("stock")
     train(run, [*settings(corpus, 4), "checkpoint.interval=2"])
-    return run
-
-
-def assert_same(left: Any, right: Any, name: str = "") -> None:
-    """Equal to the bit, dtypes included."""
-    assert type(left) is type(right), name
-    if isinstance(left, torch.Tensor):
-        assert left.dtype == right.dtype and torch.equal(left, right), name
-    elif isinstance(left, dict):
-        assert left.keys() == right.keys(), name
-        for key, value in left.items():
-            assert_same(value, right[key], f"{name}.{key}")
-    else:
-        assert left == right, name
-
-
-def assert_same_checkpoint(left: Path, right: Path, step: int) -> None:
-    folders = (run / f"checkpoint/step-{step}" for run in (left, right))
-    first, second = (checkpoint_state(folder) for folder in folders)
-    assert any(name.endswith("exp_avg_sq") for name in first["optimizer"])
-    assert_same(first, second)
-
-
-def continued(source: Path, step: int, run: Path) -> Path:
-    """A run directory whose latest checkpoint is another run's."""
-    (run / "checkpoint").mkdir(parents=True)
-    (run / f"checkpoint/step-{step}").symlink_to(source / f"checkpoint/step-{step}")
     return run
 
 
@@ -104,11 +73,12 @@ def test_losses_and_checkpoints_are_equal_to_the_bit(
     "extra",
     [
         [*GLM, "training.steps=2"],
+        [*GLM[:2], "training.steps=2"],
         ["training.mixed_precision_param=float32", "training.steps=2"],
         ["training.global_batch_size=3", "training.steps=2", "debug.leak_guard=true"],
         ["components.ring_dtp.enabled=true", "training.steps=2"],
     ],
-    ids=["float32 modules, frozen weights", "float32", "accumulation", "head outside of FSDP"],
+    ids=["float32 modules", "frozen weights", "float32", "accumulation", "head outside of FSDP"],
 )
 def test_other_runs_are_equal_to_the_bit(extra: list[str], corpus: Path, tmp_path: Path) -> None:
     train(tmp_path / "off", [*settings(corpus), *extra])
@@ -139,6 +109,60 @@ def test_only_what_computes_stays_on_the_device(corpus: Path, tmp_path: Path) ->
     assert {name.split(".")[2] for name in kept} == {"attention", "attention_hc", "ffn_hc"}
     assert "layers.0.attention_hc.affine.base" in kept
     assert "layers.0.attention.q_proj.weight" not in kept
+
+
+def test_frozen_weights_stay_as_they_are(corpus: Path, tmp_path: Path) -> None:
+    """In their dtype, without a master, and to the bit."""
+    found: dict[str, Any] = {}
+
+    def use(trainer: RecipeTrainer) -> None:
+        (part,) = trainer.model_parts
+        frozen = {n: w for n, w in part.named_parameters() if not w.requires_grad}
+        before = {name: full(weight) for name, weight in frozen.items()}
+        trainer.train()
+        for name, weight in frozen.items():
+            found[name] = weight.dtype
+            assert weight not in trainer.optimizers.masters and weight.grad is None, name
+            assert torch.equal(full(weight), before[name]), name
+
+    train(tmp_path, [*settings(corpus, 1), *GLM[:2], *ON], use=use)
+    assert found and set(found.values()) == {torch.float32}
+    assert all("indexer" in name for name in found)
+
+
+def storages(held: Any) -> Iterator[tuple[str, torch.UntypedStorage]]:
+    """Of all tensors that an object keeps; modules and optimizers keep their own."""
+    if isinstance(held, torch.Tensor):
+        yield str(held.shape), local_of(held).untyped_storage()
+    elif isinstance(held, dict):
+        for each in held.values():
+            yield from storages(each)
+    elif isinstance(held, list | tuple):
+        for each in held:
+            yield from storages(each)
+    elif not isinstance(held, torch.nn.Module | torch.optim.Optimizer | type(None) | str):
+        yield from storages(vars(held))
+
+
+def test_nothing_is_kept_for_checkpoints_but_what_is_there_anyway(
+    corpus: Path, tmp_path: Path
+) -> None:
+    """A projection whose weights are taken apart in checkpoints is among what is trained."""
+
+    def use(trainer: RecipeTrainer) -> None:
+        trainer.train()
+        (part,) = trainer.model_parts
+        own = [*part.parameters(), *part.buffers(), *trainer.optimizers.masters.values()]
+        places = {local_of(tensor).untyped_storage().data_ptr() for tensor in own}
+        model = trainer.checkpointer.states["model"]
+        assert {*model.state_dict()} - {name for name, _ in part.named_parameters()}
+        found = list(storages(model))
+        assert len(found) > 10
+        for name, storage in found:
+            assert not storage.nbytes() or storage.data_ptr() in places, name
+
+    beside = ["checkpoint.interval=1", "checkpoint.async_mode=async"]
+    train(tmp_path, [*settings(corpus, 2), *ON, *beside], use=use)
 
 
 def test_resuming_twice_is_the_uninterrupted_run(corpus: Path, stock: Path, tmp_path: Path) -> None:
@@ -232,77 +256,6 @@ def test_a_checkpoint_written_beside_training_is_that_of_its_step(
     assert_same_checkpoint(tmp_path, stock, 2)
 
 
-class Spoiler(Component):
-    """Puts a number into a gradient of one step."""
-
-    name = "spoiler"
-    summary = "breaks a gradient"
-
-    def __init__(self, step: int, value: float) -> None:
-        super().__init__(Component.Config(enabled=True))
-        self.step, self.value = step, value
-
-    def after_microbatch(self, trainer: RecipeTrainer) -> None:
-        if trainer.step == self.step:
-            weight = trainer.model_parts[0].get_parameter("layers.0.attention.wo.weight")
-            weight.grad._local_tensor.view(-1)[7] = self.value
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_a_broken_gradient_ends_the_run_and_changes_nothing(
-    value: float, corpus: Path, stock: Path, tmp_path: Path
-) -> None:
-    def use(trainer: RecipeTrainer) -> None:
-        with pytest.raises(NonFiniteGradient, match=rf"{NAME}\.nonfinite: 'raise'.*as before"):
-            trainer.train()
-        trainer.step = 2
-        trainer.checkpointer.save_now(2)
-
-    train(tmp_path, [*settings(corpus, 4), *ON], use=use, components=[Spoiler(3, value)])
-    left, right = (checkpoint_state(run / "checkpoint/step-2") for run in (tmp_path, stock))
-    for name, value in {**right, **right["optimizer"]}.items():
-        if isinstance(value, torch.Tensor):
-            assert torch.equal({**left, **left["optimizer"]}[name], value), name
-
-
-def test_a_broken_step_can_be_left_out(corpus: Path, tmp_path: Path) -> None:
-    def use(trainer: RecipeTrainer) -> dict[str, Any]:
-        kept: dict[str, Any] = {}
-
-        def note() -> None:
-            for module in trainer.model_parts[0].modules():
-                counts = getattr(module, "tokens_per_expert_E", None)
-                assert counts is None or not counts.any(), "counts would go into the next step"
-            state = {**trainer.checkpointer.states["model"].state_dict()}
-            state |= trainer.optimizers.state_dict()
-            kept[trainer.step] = {k: full(v) for k, v in state.items() if hasattr(v, "clone")}
-
-        step = trainer.train_step
-
-        def and_note(iterator: object) -> None:
-            step(iterator)
-            note()
-
-        trainer.train_step = and_note
-        trainer.train()
-        return kept
-
-    overrides = [*settings(corpus, 4), *ON, f"{NAME}.nonfinite=skip", "checkpoint.enable=true"]
-    states = train(tmp_path, overrides, use=use, components=[Spoiler(2, float("nan"))])
-    changed = {
-        step: [n for n, v in states[step].items() if not torch.equal(v, states[step - 1][n])]
-        for step in (2, 3)
-    }
-    assert changed[2] == []
-    assert any(name.endswith("expert_bias_E") for name in changed[3])
-    assert len(changed[3]) > 50
-    steps = [int(v) for name, v in states[4].items() if name.endswith(".step")]
-    assert set(steps) == {3}
-    assert [line["optimizer/skipped_steps"] for line in metrics(tmp_path)] == [0, 1, 1, 1]
-    loads = [line["moe/max_over_mean_load"] for line in metrics(tmp_path)]
-    assert all(1 <= load <= 4 for load in loads)
-
-
 def test_metrics_tell_the_memory_and_the_share(corpus: Path, tmp_path: Path) -> None:
     extra = [f"{NAME}.split=0.25", f"{NAME}.bucket_parameters=20000", "checkpoint.enable=false"]
 
@@ -326,9 +279,35 @@ def test_a_seed_checkpoint_is_the_stock_one(corpus: Path, tmp_path: Path) -> Non
     seed = [*settings(corpus), "checkpoint.create_seed_checkpoint=true"]
     for name, extra in (("off", []), ("on", ON)):
         train(tmp_path / name, [*seed, *extra], use=RecipeTrainer.save_seed)
-    left, right = (checkpoint_state(tmp_path / n / "checkpoint/step-0") for n in ("on", "off"))
-    assert left.keys() == right.keys()
-    assert left["optimizer"].keys() == right["optimizer"].keys()
-    for name, value in right.items():
-        if isinstance(value, torch.Tensor):
-            assert torch.equal(left[name], value), name
+    assert_same_checkpoint(tmp_path / "on", tmp_path / "off", 0)
+
+
+@pytest.mark.parametrize("on", [[], ON], ids=["without", "with"])
+def test_a_run_from_a_seed_is_a_fresh_run(on: list[str], corpus: Path, tmp_path: Path) -> None:
+    seed = [*settings(corpus, 2), "checkpoint.create_seed_checkpoint=true"]
+    train(tmp_path / "seed", seed, use=RecipeTrainer.save_seed)
+    start = f"checkpoint.initial_load_path={tmp_path}/seed/checkpoint/step-0"
+    train(tmp_path / "fresh", [*settings(corpus, 2), *on])
+    train(tmp_path / "seeded", [*settings(corpus, 2), *on, start])
+    assert losses(tmp_path / "seeded") == losses(tmp_path / "fresh")
+    assert_same_checkpoint(tmp_path / "seeded", tmp_path / "fresh", 2)
+
+
+def test_gradients_make_room_for_an_export(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[bool] = []
+    save = CheckpointManager.dcp_save
+
+    def use(trainer: RecipeTrainer) -> None:
+        def look(manager: Any, *args: Any, **options: Any) -> Any:
+            assert options["to_hf"]
+            seen.extend(weight.grad is None for weight in trainer.optimizers.masters)
+            return save(manager, *args, **options)
+
+        monkeypatch.setattr(CheckpointManager, "dcp_save", look)
+        trainer.train()
+
+    export = ["checkpoint.last_save_in_hf=true", "checkpoint.last_save_model_only=true"]
+    train(tmp_path, [*settings(corpus, 1), "model=llama3_debug", *export, *ON], use=use)
+    assert seen and all(seen)

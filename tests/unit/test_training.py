@@ -122,6 +122,20 @@ def test_another_models_checkpoint_is_refused_with_its_tensors(
     assert "change checkpoint.initial_load_path" in str(error.value)
 
 
+def test_a_checkpoint_of_a_model_alone_is_not_continued_with_an_optimizer(
+    corpus: Path, tmp_path: Path
+) -> None:
+    one_step = [*small_overrides(corpus), "training.steps=1"]
+    train(tmp_path / "first", [*one_step, "checkpoint.last_save_model_only=true"])
+    load = f"checkpoint.initial_load_path={tmp_path}/first/checkpoint/step-1"
+    with pytest.raises(ValueError, match="holds a model alone") as error:
+        train(tmp_path / "second", [*one_step, load])
+    assert "checkpoint.initial_load_model_only=true, which makes" in str(error.value)
+    assert "frozen" not in str(error.value)
+    train(tmp_path / "third", [*one_step, load, "checkpoint.initial_load_model_only=true"])
+    assert len(losses(tmp_path / "third")) == 1
+
+
 def test_a_remote_checkpoint_is_loaded_without_comparison_and_that_is_told(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

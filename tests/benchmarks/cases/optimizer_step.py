@@ -5,7 +5,7 @@ torch in a few lines, and against a device that has room for everything.
 
 Shapes: P parameters in layers of width H (three matrices [3 H, H], four [H, H], two vectors [H]),
 the last matrix cut short; buckets of at most B parameters. Working weights are bf16 and gradients
-fp32, both on the device. Every variant uses as many CPU threads as the machine has cores.
+fp32, both on the device. Every variant uses as many CPU threads as there are cores near the device.
 """
 
 import sys
@@ -16,7 +16,7 @@ from functools import cache
 import torch
 from torch import nn
 
-from components.core.host import cores
+from components.offload.cores import threads
 from components.offload.slabs import Slab, cpus_near
 from components.streamed_adamw.host import host_bytes
 from components.streamed_adamw.layout import lay_out
@@ -156,6 +156,10 @@ def _host(use: str, nbytes: int, device: torch.device) -> Slab:
     return Slab(nbytes, device, cpus_near(device))
 
 
+def _threads(inputs: Inputs) -> int:
+    return threads("cpu_threads", None, inputs.device)
+
+
 def _state(inputs: Inputs) -> Slab:
     nbytes = host_bytes(lay_out(inputs.counts), inputs.bucket, processor=True)
     return _host("state", nbytes, inputs.device)
@@ -166,7 +170,7 @@ def _ours(split: float | str) -> Callable[[Inputs, Device], Runnable]:
         parameters = [nn.Parameter(master) for master, _, _ in inputs.drawn()]
         optimizer = OffloadStreamAdamW(
             parameters, host=lambda nbytes: _state(inputs), bucket_parameters=inputs.bucket,
-            slots=SLOTS, split=split, threads=int(cores()), **RATES,
+            slots=SLOTS, split=split, threads=_threads(inputs), **RATES,
         )  # type: ignore[arg-type]  # fmt: skip
         if optimizer.measured is not None:
             print(f"        measured: {optimizer.measured}", file=sys.stderr, flush=True)
@@ -236,7 +240,7 @@ def _copied(inputs: Inputs, device: Device) -> Runnable:
     for parameter, place in zip(parameters, places, strict=True):
         parameter.grad = arrived.view(torch.float32)[place]
     before = torch.get_num_threads()
-    torch.set_num_threads(int(cores()))
+    torch.set_num_threads(_threads(inputs))
 
     def call() -> Outputs:
         for parameter, gradient in zip(parameters, inputs.gradients, strict=True):
