@@ -317,7 +317,7 @@ def test_check_reports_working_set_with_recomputation_and_all_activations_withou
             ]
             recipe = load_recipe(RECIPES / "glm_flash_128k_64xh200.yaml", overrides).recipe
             for field in fields(recipe.components):
-                if field.name not in ("precision_trimming", "full_recompute", "chunked_loss"):
+                if field.name not in ("precision_trimming", "full_recompute", "ring_dtp"):
                     getattr(recipe.components, field.name).enabled = False
             terms = {t.name: t.nbytes for t in memory_terms(recipe, target)}
             whole = [size for name, size in terms.items() if "inside all layers" in name]
@@ -340,7 +340,7 @@ def test_check_reports_logits_where_they_are_larger_than_what_layers_need():
     recipe = load_recipe(RECIPES / "glm_flash_128k_64xh200.yaml", []).recipe
     target = Target("cuda", 64)
     assert not any("logits" in term.name for term in memory_terms(recipe, target))
-    recipe.components.chunked_loss.enabled = False
+    recipe.components.ring_dtp.enabled = False
     terms = {term.name: term.nbytes for term in memory_terms(recipe, target)}
     (whole,) = [size for name, size in terms.items() if "logits" in name]
     assert whole == 2**17 * 154_880 * 10
