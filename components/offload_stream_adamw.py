@@ -69,8 +69,8 @@ class OffloadStreamAdamW(Component):
         split: float | Literal["auto"] = "auto"
         """Share of the parameters that the CPU updates, 0 to 1. auto: measured at the start, so
         that both ways end together, or 0 or 1 where one alone is as fast; the mean of all ranks
-        holds for all and is told at the start. A run repeats itself to the bit at a given share
-        alone."""
+        holds for all and is told at the start. On a CPU, where both ways are the same processor, 0.
+        A run repeats itself to the bit at a given share alone."""
 
         cpu_threads: int | None = None
         """Threads of the CPU's share, at most the machine's cores; null: the cores near the rank's
@@ -170,7 +170,7 @@ class OffloadStreamAdamW(Component):
             owner=self.path,
             bucket_parameters=config.bucket_parameters,
             slots=config.slots,
-            split=config.split,
+            split=self._split(plan.device),
             cpu_threads=config.cpu_threads,
             host_budget=self._budget(),
             nonfinite=config.nonfinite,
@@ -185,7 +185,9 @@ class OffloadStreamAdamW(Component):
         stock = recipe.optimizer.bytes_per_parameter(recipe.training.dtype)
         computing = TORCH_DTYPE_MAP[recipe.training.mixed_precision_param].itemsize
         config = self.config
-        staging = staging_limit(trained, config.bucket_parameters, config.slots, config.split)
+        staging = staging_limit(
+            trained, config.bucket_parameters, config.slots, self._split(target.device)
+        )
         return [
             MemoryTerm("fp32 weights and moments, kept on the host", -trained * (stock - FLOAT32)),
             MemoryTerm("weights in the dtype that layers compute in", trained * computing),
@@ -236,8 +238,13 @@ class OffloadStreamAdamW(Component):
     def _pinned(self, recipe: "Recipe", target: Target) -> int:
         """Host memory of one rank, in bytes."""
         layout = lay_out([self._trained(recipe, target)])
-        config = self.config
-        return pinned_bytes(host_bytes(layout, config.bucket_parameters, config.split != 0))
+        shared = self._split(target.device) != 0
+        return pinned_bytes(host_bytes(layout, self.config.bucket_parameters, shared))
+
+    def _split(self, device: str) -> float | Literal["auto"]:
+        """The setting, or what it means on a device."""
+        # Beside the main thread's, a second pool of threads slows all small operations down.
+        return 0.0 if self.config.split == "auto" and device == "cpu" else self.config.split
 
     def _trained(self, recipe: "Recipe", target: Target) -> int:
         """Trainable parameters of one rank; indexers are frozen unless a component trains them."""

@@ -107,9 +107,10 @@ class StreamedOptimizers(OptimizersContainer[OffloadStreamAdamW]):
         except BaseException:
             self.close()
             raise
+        kept = f"{changed} weights" if changed else "none"
         narrate(
             f"optimizer: fp32 weights and AdamW's moments in {gib(self._slab.pinned)} of host "
-            f"memory per rank; {changed} weights on the device in the dtype that layers compute in"
+            f"memory per rank; narrower on the device, as layers compute: {kept}"
         )
 
     @staticmethod

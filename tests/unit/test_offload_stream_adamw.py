@@ -186,3 +186,10 @@ def test_a_machine_without_the_memory_is_refused_before_the_first_step(
     with pytest.raises(HostBudgetError, match=rf"{NAME}.*1 rank would pin 0\.00 GiB each, but"):
         on_one_rank(corpus, tmp_path)
     assert not (tmp_path / "metrics.jsonl").exists()
+
+
+def test_on_a_cpu_nothing_is_measured_and_no_second_pool_of_threads_made() -> None:
+    component = OffloadStreamAdamW(OffloadStreamAdamW.Config(enabled=True))
+    assert component._split("cpu") == 0.0 and component._split("cuda") == "auto"
+    given = OffloadStreamAdamW(OffloadStreamAdamW.Config(enabled=True, split=0.5))
+    assert given._split("cpu") == given._split("cuda") == 0.5
