@@ -170,7 +170,7 @@ class OffloadStreamAdamW(Component):
             owner=self.path,
             bucket_parameters=config.bucket_parameters,
             slots=config.slots,
-            split=self._split(plan.device),
+            split=self.split_on(plan.device),
             cpu_threads=config.cpu_threads,
             host_budget=self._budget(),
             nonfinite=config.nonfinite,
@@ -186,7 +186,7 @@ class OffloadStreamAdamW(Component):
         computing = TORCH_DTYPE_MAP[recipe.training.mixed_precision_param].itemsize
         config = self.config
         staging = staging_limit(
-            trained, config.bucket_parameters, config.slots, self._split(target.device)
+            trained, config.bucket_parameters, config.slots, self.split_on(target.device)
         )
         return [
             MemoryTerm("fp32 weights and moments, kept on the host", -trained * (stock - FLOAT32)),
@@ -238,10 +238,10 @@ class OffloadStreamAdamW(Component):
     def _pinned(self, recipe: "Recipe", target: Target) -> int:
         """Host memory of one rank, in bytes."""
         layout = lay_out([self._trained(recipe, target)])
-        shared = self._split(target.device) != 0
+        shared = self.split_on(target.device) != 0
         return pinned_bytes(host_bytes(layout, self.config.bucket_parameters, shared))
 
-    def _split(self, device: str) -> float | Literal["auto"]:
+    def split_on(self, device: str) -> float | Literal["auto"]:
         """The setting, or what it means on a device."""
         # Beside the main thread's, a second pool of threads slows all small operations down.
         return 0.0 if self.config.split == "auto" and device == "cpu" else self.config.split

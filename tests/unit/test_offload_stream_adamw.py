@@ -190,6 +190,6 @@ def test_a_machine_without_the_memory_is_refused_before_the_first_step(
 
 def test_on_a_cpu_nothing_is_measured_and_no_second_pool_of_threads_made() -> None:
     component = OffloadStreamAdamW(OffloadStreamAdamW.Config(enabled=True))
-    assert component._split("cpu") == 0.0 and component._split("cuda") == "auto"
+    assert component.split_on("cpu") == 0.0 and component.split_on("cuda") == "auto"
     given = OffloadStreamAdamW(OffloadStreamAdamW.Config(enabled=True, split=0.5))
-    assert given._split("cpu") == given._split("cuda") == 0.5
+    assert given.split_on("cpu") == given.split_on("cuda") == 0.5
