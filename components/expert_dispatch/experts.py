@@ -10,6 +10,7 @@ from torchtitan.models.common.token_dispatcher import BaseEPTokenDispatcher
 
 from components.expert_dispatch.chunked import run_in_chunks
 from components.expert_dispatch.partition import ChunkRule, Membership, Partition, agree
+from components.expert_dispatch.routes import count_routes
 from components.recompute.tape import choice
 
 
@@ -69,9 +70,7 @@ class ChunkedRoutedExperts(RoutedExperts):
         dispatcher = self.token_dispatcher
         # Every n-th row: dispatchers ask for one piece of memory.
         weights, ids = weights.contiguous(), ids.contiguous()
-        chosen = ids.flatten()
-        counts = chosen.new_zeros(dispatcher.num_experts)
-        counts.scatter_add_(0, chosen, torch.ones_like(chosen))
+        counts = count_routes(ids, dispatcher.num_experts)
         rows, received, metadata = dispatcher.dispatch(x, weights, ids, counts)
         with maybe_set_sparse_mesh():
             rows = self.inner_experts(rows, received)

@@ -88,9 +88,3 @@ class HostState:
                 shaped.untyped_storage(), shaped.storage_offset(), shaped.shape, shaped.stride()
             )
         return whole
-
-
-@torch.no_grad()
-def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of a tensor: the memory itself, no copy of it."""
-    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()

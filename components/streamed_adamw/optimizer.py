@@ -19,9 +19,10 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import ParamsT
 
+from components.core.shards import local_of
 from components.offload.slabs import cpus_near
 from components.streamed_adamw.engine import Engine, Report
-from components.streamed_adamw.host import HostMemory, HostState, host_bytes, local_of, tile_limit
+from components.streamed_adamw.host import HostMemory, HostState, host_bytes, tile_limit
 from components.streamed_adamw.lanes import Lanes
 from components.streamed_adamw.layout import Layout, lay_out
 from components.streamed_adamw.settings import (

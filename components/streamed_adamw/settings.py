@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 import torch
 
-from components.streamed_adamw.host import local_of
+from components.core.shards import local_of
 from components.streamed_adamw.layout import CUT
 
 FIXED = {

@@ -8,6 +8,7 @@ from torchtitan.models.common.moe import MoE, RoutedExperts
 from torchtitan.protocols.model import BaseModel
 
 from components.expert_dispatch.profiles import RoutingProfile
+from components.expert_dispatch.routes import count_routes
 from components.titan.parts import with_functions
 
 
@@ -69,7 +70,5 @@ class RouteCountingExperts(RoutedExperts):
         num_local_tokens_per_expert_E: torch.Tensor,
     ) -> torch.Tensor:
         """(B, L, D), scores and expert ids (B, L, K), and counts that are not used -> (B, L, D)."""
-        ids = topk_expert_ids_BLK.flatten()
-        routes = torch.zeros_like(num_local_tokens_per_expert_E)
-        routes.scatter_add_(0, ids, torch.ones_like(ids, dtype=routes.dtype))
+        routes = count_routes(topk_expert_ids_BLK, len(num_local_tokens_per_expert_E))
         return super().forward(x_BLD, topk_scores_BLK, topk_expert_ids_BLK, routes)

@@ -10,7 +10,6 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.components.optimizer.utils import (
@@ -18,6 +17,7 @@ from torchtitan.components.optimizer.utils import (
     load_flat_optim_state_dict,
 )
 
+from components.core.shards import local_of
 from components.offload.accountant import HostBudgetError, gib, host_accountant
 from components.offload.claim import claim, gather
 from components.offload.cores import threads
@@ -254,7 +254,7 @@ def gib_above(nbytes: int) -> float:
 
 def _payload(part: nn.Module, config: StreamedOptimizers.Config) -> int:
     """Bytes that the optimizer of a model part will ask for."""
-    counts = [_local(p).numel() for p in part.parameters() if p.requires_grad]
+    counts = [local_of(p).numel() for p in part.parameters() if p.requires_grad]
     nbytes = host_bytes(lay_out(counts), config.bucket_parameters, config.split != 0)
     return rounded(nbytes, _ALIGNMENT)
 
@@ -287,11 +287,7 @@ def _named(optimizer: Optimizer) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def _gradient(parameter: nn.Parameter) -> torch.Tensor | None:
-    return None if parameter.grad is None else _local(parameter.grad)
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return None if parameter.grad is None else local_of(parameter.grad)
 
 
 @contextlib.contextmanager
@@ -303,7 +299,7 @@ def _unchanged_biases(model_parts: list[nn.Module]) -> Iterator[None]:
         for module in part.modules()
         if isinstance(bias := getattr(module, "expert_bias_E", None), torch.Tensor)
     ]
-    kept = [_local(bias).clone() for bias in biases]
+    kept = [local_of(bias).clone() for bias in biases]
     yield
     for bias, value in zip(biases, kept, strict=True):
-        _local(bias).copy_(value)
+        local_of(bias).copy_(value)

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from components.streamed_adamw.host import local_of
+from components.core.shards import local_of
 from components.streamed_adamw.optimizer import OffloadStreamAdamW
 from tests.unit.streamed_support import Ram
 

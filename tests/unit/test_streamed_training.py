@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import load_file
 from torchtitan.components.checkpointer import CheckpointManager
 
+from components.core.shards import local_of
 from components.offload.accountant import GIB, host_accountant
 from components.offload.slabs import PAGE
-from components.streamed_adamw.host import local_of
 from components.titan.streamed_optimizer import StreamedOptimizers
 from components.titan.trainer import RecipeTrainer
 from tests.training import (
