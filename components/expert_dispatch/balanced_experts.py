@@ -1,0 +1,139 @@
+"""torchtitan's routed experts, their rows spread over the ranks by a plan of the layer."""
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torchtitan.config import derive, override
+from torchtitan.models.common.moe import RoutedExperts
+from torchtitan.models.common.token_dispatcher import BaseEPTokenDispatcher
+
+from components.expert_dispatch.balanced import Surroundings, run_balanced
+from components.expert_dispatch.layer_plan import LayerPlan, PlanRule, gather_counts
+from components.expert_dispatch.partition import ChunkRule, Membership, Partition, agree
+from components.expert_dispatch.weights import weight_group
+from components.recompute.tape import choice
+from components.titan.combine import combine_at_home
+
+
+class BalancedRoutedExperts(RoutedExperts):
+    """``RoutedExperts`` that run on whichever rank a plan of the layer's load gives their rows to.
+
+    The dispatcher moves nothing itself: it tells the group, and how outputs are combined.
+
+    Attributes:
+        latest: plan of the latest forward, for metrics; holds nothing on the device.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(RoutedExperts.Config):
+        capacity_factor: float
+        """See ``PlanRule``."""
+
+        minimum_rows: int
+        """See ``PlanRule``."""
+
+        threshold: float
+        """See ``PlanRule``."""
+
+        chunk_tokens: int | None
+        """See ``ChunkRule``; None: one chunk."""
+
+        max_chunks: int
+        """See ``ChunkRule``."""
+
+        membership: Membership
+        """See ``ChunkRule``."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.plan_rule = PlanRule(
+            capacity_factor=config.capacity_factor,
+            minimum_rows=config.minimum_rows,
+            threshold=config.threshold,
+        )
+        self.chunk_rule = None
+        if config.chunk_tokens is not None:
+            self.chunk_rule = ChunkRule(
+                chunk_tokens=config.chunk_tokens,
+                max_chunks=config.max_chunks,
+                membership=config.membership,
+            )
+        self.latest: LayerPlan | None = None
+
+    def forward(
+        self,
+        x_BLD: torch.Tensor,
+        topk_scores_BLK: torch.Tensor,
+        topk_expert_ids_BLK: torch.Tensor,
+        num_local_tokens_per_expert_E: torch.Tensor,
+    ) -> torch.Tensor:
+        """Tokens (B, L, D), weights (B, L, K), expert ids (B, L, K) -> (B, L, D).
+
+        Raises:
+            DisagreementError: ranks that exchange tokens cut them by different settings.
+            ValueError: experts are not spread over ranks: there is nothing to even out.
+        """
+        routing = x_BLD, topk_scores_BLK, topk_expert_ids_BLK
+        x, weights, ids = (tensor.flatten(0, 1) for tensor in routing)
+        group = self._group()
+        self.latest = layer = self._plan(ids, group)
+        around = Surroundings(
+            experts=self.inner_experts,
+            combine=partial(combine_at_home, self.token_dispatcher),
+            rows_group=group,
+            weights_group=weight_group(group),
+        )
+        return run_balanced(around, layer, x, weights, ids).view(x_BLD.shape)
+
+    def _group(self) -> dist.ProcessGroup:
+        dispatcher = self.token_dispatcher
+        if not isinstance(dispatcher, BaseEPTokenDispatcher) or dispatcher.ep_mesh is None:
+            raise ValueError(
+                "parallelism.expert_parallel_degree is 1: every rank computes its own rows; legal: "
+                "2 or more where experts' rows are planned"
+            )
+        return dispatcher.ep_mesh.get_group()
+
+    def _plan(self, ids: torch.Tensor, group: dist.ProcessGroup) -> LayerPlan:
+        """As made in forward: a layer that runs again does not ask the other ranks again."""
+        partition = self._partition(ids, group)
+        experts = self.token_dispatcher.num_experts
+        return LayerPlan(
+            rank=dist.get_rank(group),
+            counts=choice(lambda: gather_counts(ids, experts, partition, group)),
+            partition=partition,
+            rule=self.plan_rule,
+        )
+
+    def _partition(self, ids: torch.Tensor, group: dist.ProcessGroup) -> Partition:
+        rule, tokens = self.chunk_rule, len(ids)
+        if rule is None:
+            # One chunk on every rank: nothing to agree about.
+            return Partition(tokens=tokens, chunks=1, largest=tokens, membership="strided")
+        largest = choice(lambda: torch.tensor(agree(rule, tokens, group, ids.device).largest))
+        return rule.cut(tokens, int(largest))
+
+
+@override(target=RoutedExperts.Config, description="routed experts spread over ranks by a plan")
+def balanced_experts(
+    cfg: RoutedExperts.Config,
+    *,
+    capacity_factor: float,
+    minimum_rows: int,
+    threshold: float,
+    chunk_tokens: int | None = None,
+    max_chunks: int = 1,
+    membership: Membership = "strided",
+) -> BalancedRoutedExperts.Config:
+    return derive(
+        cfg,
+        BalancedRoutedExperts.Config,
+        capacity_factor=capacity_factor,
+        minimum_rows=minimum_rows,
+        threshold=threshold,
+        chunk_tokens=chunk_tokens,
+        max_chunks=max_chunks,
+        membership=membership,
+    )

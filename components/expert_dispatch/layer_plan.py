@@ -1,0 +1,121 @@
+"""What one layer's ranks know of each other before any row moves: one exchange of counts.
+
+Chunks share the layer's plan. In every chunk each piece takes the same share of its expert's rows
+as in the layer, so whatever is balanced in the layer is balanced in every chunk, up to rounding,
+and the counts of every rank, chunk and expert say how many rows go where: nothing else is asked.
+"""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+import torch.distributed as dist
+
+from components.expert_dispatch.exchange import Exchange, exchange
+from components.expert_dispatch.partition import Partition
+from components.expert_dispatch.plan import Plan, imbalance, plan
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanRule:
+    """The settings of ``plan``; all ranks of a group have the same."""
+
+    capacity_factor: float = 1.0
+    """Rows of a rank at most, as a multiple of the mean; 1 or more."""
+
+    minimum_rows: int = 1024
+    """Rows of an expert that are worth handing on; 1 or more."""
+
+    threshold: float = 1.0
+    """Fullest rank over the mean below which nothing moves; 1 or more."""
+
+    def __post_init__(self) -> None:
+        # On no rows at all: refuses what is out of range.
+        self.plan(torch.zeros(1, dtype=torch.int64), 1)
+
+    def plan(self, loads: torch.Tensor, ranks: int) -> Plan:
+        """See ``plan``."""
+        return plan(loads, ranks, self.capacity_factor, self.minimum_rows, self.threshold)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LayerPlan:
+    """One layer's plan and its chunks; the same on every rank but for ``rank`` and ``partition``.
+    Recomputable from its fields, on the host."""
+
+    rank: int
+    """This rank, within the group."""
+
+    counts: torch.Tensor
+    """Routes of each rank, in each chunk, to each expert: int64 (P, K, E), on the CPU."""
+
+    partition: Partition
+    """Of this rank's tokens."""
+
+    rule: PlanRule
+
+    @cached_property
+    def plan(self) -> Plan:
+        """Of all chunks together."""
+        return self.rule.plan(self.counts.sum((0, 1)), len(self.counts))
+
+    @cached_property
+    def chunks(self) -> tuple[Exchange, ...]:
+        """The rows of every chunk; holdings are numbered as in ``plan``."""
+        by_chunk = self.counts.unbind(1)
+        return tuple(exchange(scaled(self.plan, counts.sum(0)), counts) for counts in by_chunk)
+
+    @property
+    def local_experts(self) -> int:
+        """Experts that live on a rank."""
+        return self.counts.shape[2] // len(self.counts)
+
+    @property
+    def receive_peak(self) -> int:
+        """Rows that this rank receives in one chunk, at most."""
+        return max(int(chunk.splits[:, self.rank].sum()) for chunk in self.chunks)
+
+    @property
+    def imbalance(self) -> float:
+        """Rows of the fullest rank over the mean, if nothing were handed on."""
+        return imbalance(self.plan.loads, self.plan.ranks)
+
+
+def scaled(whole: Plan, loads: torch.Tensor) -> Plan:
+    """The same holdings and transfers for a part of the rows.
+
+    A piece's ends move to the nearest row of the same share, so that a rank computes at most one
+    row more per piece and part than its share.
+
+    Args:
+        loads: rows of every expert in this part, int64 (E,); 0 where the whole has none.
+    """
+    of_whole = whole.loads.clamp(min=1)[whole.expert]
+    of_part = loads[whole.expert]
+
+    def move(row: torch.Tensor) -> torch.Tensor:
+        return (2 * row * of_part + of_whole).div(2 * of_whole, rounding_mode="floor")
+
+    # The last row of an expert is the last of the part's: shares of 1 are exact. So is 0.
+    return replace(whole, loads=loads, begin=move(whole.begin), end=move(whole.end))
+
+
+def gather_counts(
+    ids: torch.Tensor, experts: int, partition: Partition, group: dist.ProcessGroup
+) -> torch.Tensor:
+    """Routes of each rank of the group, in each chunk, to each expert.
+
+    One all-gather, and one read by the host.
+
+    Args:
+        ids: of this rank's routes, int64 (N, top_k).
+        experts: of the whole layer, E.
+        partition: of the N tokens.
+
+    Returns:
+        int64 (P, K, E), on the CPU.
+    """
+    mine = partition.send_table(ids, experts)
+    everyone = mine.new_empty(dist.get_world_size(group), *mine.shape)
+    dist.all_gather_into_tensor(everyone.view(-1), mine.view(-1), group=group)
+    return everyone.cpu()

@@ -1,0 +1,47 @@
+"""What a token dispatcher does with experts' outputs once they are back where the tokens are."""
+
+import torch
+from torchtitan.models.common.token_dispatcher import (
+    AllToAllTokenDispatcher,
+    LocalDispatchMetadata,
+    LocalTokenDispatcher,
+)
+
+from components.titan.moe import UnroundedDispatcher
+
+_ROUNDED = (AllToAllTokenDispatcher.combine, LocalTokenDispatcher.combine)
+
+
+def combine_at_home(
+    dispatcher: LocalTokenDispatcher,
+    rows: torch.Tensor,
+    place: torch.Tensor,
+    weights: torch.Tensor,
+    x: torch.Tensor,
+) -> torch.Tensor:
+    """Weigh and sum the outputs of every token's experts, as the dispatcher does after its exchange.
+
+    Args:
+        rows: outputs of experts, (T k, D), any order.
+        place: row of every route, int64 (T, k); a token's routes ascend by expert.
+        weights: of every route, (T, k), in the order of ``place``.
+        x: the tokens (T, D); their shape and dtype alone matter.
+
+    Returns:
+        (T, D).
+
+    Raises:
+        ValueError: the dispatcher combines in a way of its own.
+    """
+    if isinstance(dispatcher, UnroundedDispatcher):
+        return dispatcher.kernel(rows, place, weights)
+    if type(dispatcher).combine not in _ROUNDED:
+        raise ValueError(
+            f"the token dispatcher is a {type(dispatcher).__name__}, which combines rows in a way "
+            "of its own; legal: torchtitan's standard dispatcher, or UnroundedDispatcher"
+        )
+    token = torch.arange(len(place), device=place.device).repeat_interleave(place.shape[1])
+    metadata = LocalDispatchMetadata(
+        token_indices_experts_sorted_N=token, topk_scores_experts_sorted_N=weights.flatten()
+    )
+    return LocalTokenDispatcher.combine(dispatcher, rows[place.flatten()], metadata, x)
