@@ -7,7 +7,7 @@ chunk once more, lets its graph go before the next begins, and sends the gradien
 weights home once.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,8 +103,8 @@ class _Balanced(torch.autograd.Function):
         parameters = [p.detach() for p in _parameters(ctx.around.experts)]
         run = _Pass(ctx.around, ctx.layer, ids, parameters)
         grads = _Gradients(x if of_x else None, weights if of_weights else None, wanted, run)
-        for chunk in run.chunks():
-            grads.add(chunk, x, weights, grad_out)
+        for index in range(len(run.layer.chunks)):
+            grads.add(run.chunk(index), x, weights, grad_out)
         return None, None, grads.of_x, grads.of_weights, None, *grads.of_parameters()
 
 
@@ -124,21 +124,27 @@ class _Pass:
         self.foreign = self.migration.fetch(self.native)
         self._names = [name for name, _ in around.experts.named_parameters()]
 
-    def chunks(self) -> Iterator["_Chunk"]:
-        for index, exchange in enumerate(self.layer.chunks):
-            rows = self.layer.partition.rows(index)
-            counts, group = self.layer.counts[:, index], self.around.rows_group
-            yield _Chunk(
-                rows, ChunkRows(exchange, counts, self._ids[rows], self.layer.rank, group)
-            )
+    def chunk(self, index: int) -> "_Chunk":
+        layer = self.layer
+        rows, counts = layer.partition.rows(index), layer.counts[:, index]
+        group = self.around.rows_group
+        moves = ChunkRows(layer.chunks[index], counts, self._ids[rows], layer.rank, group)
+        return _Chunk(rows, moves)
 
     def forward(self, x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         out = torch.empty_like(x)
-        for chunk in self.chunks():
-            computed = self.experts(chunk, chunk.moves.dispatch(x[chunk.rows]))
-            at_home = chunk.moves.home(computed)
-            out[chunk.rows] = self.combine(chunk, at_home, weights[chunk.rows], x[chunk.rows])
+        for index in range(len(self.layer.chunks)):
+            self._forward(self.chunk(index), x, weights, out)
         return out
+
+    def _forward(
+        self, chunk: "_Chunk", x: torch.Tensor, weights: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        """One chunk into its rows of ``out``. A function, so that nothing else is left of it."""
+        computed = self.experts(chunk, chunk.moves.dispatch(x[chunk.rows]))
+        at_home = chunk.moves.home(computed)
+        del computed
+        out[chunk.rows] = self.combine(chunk, at_home, weights[chunk.rows], x[chunk.rows])
 
     def experts(
         self,

@@ -117,5 +117,5 @@ def gather_counts(
     """
     mine = partition.send_table(ids, experts)
     everyone = mine.new_empty(dist.get_world_size(group), *mine.shape)
-    dist.all_gather_into_tensor(everyone.view(-1), mine.view(-1), group=group)
+    dist.all_gather_single(everyone.view(-1), mine.view(-1), group=group)
     return everyone.cpu()

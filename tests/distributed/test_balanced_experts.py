@@ -1,0 +1,307 @@
+"""Experts whose rows a plan spreads over ranks compute what plain expert parallelism computes."""
+
+import gc
+import os
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.device_mesh import init_device_mesh
+from torchtitan.distributed.spmd_types import set_spmd_meshes
+from torchtitan.models.common.moe import RoutedExperts
+
+import components.expert_dispatch.balanced as balanced
+import components.expert_dispatch.balanced_experts as module
+import components.models.glm_flash.experts as glm_experts
+from components.expert_dispatch.balanced_experts import BalancedRoutedExperts, balanced_experts
+from components.expert_dispatch.partition import DisagreementError
+from components.recompute.layer import RecomputedLayer
+from components.titan.dispatch import gloo
+from tests.distributed.spawn import run_ranks
+from tests.unit.experts_support import (
+    DIM,
+    EXPERTS,
+    TOP_K,
+    build,
+    config_of,
+    gradients,
+    routing,
+    rows,
+    run,
+)
+
+pytestmark = pytest.mark.distributed
+
+CHUNK = 8
+DTYPES = {"glm": torch.float64, "moe": torch.bfloat16}
+Routing = Callable[[int, int], tuple[torch.Tensor, torch.Tensor]]
+
+
+def one_expert(tokens: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return routing(tokens, seed)[0], torch.full((tokens, TOP_K), EXPERTS - 1)
+
+
+SPREAD: Routing = routing
+DUPLICATES: Routing = partial(routing, duplicates=True)
+FIRST_HALF: Routing = partial(routing, experts=EXPERTS // 2)
+
+CASES: dict[int, list[tuple[str, tuple[int, ...], Routing]]] = {
+    2: [
+        ("glm", (21, 5), SPREAD),
+        ("glm", (20, 0), one_expert),
+        ("glm", (17, 1), partial(routing, duplicates=True, experts=3)),
+        ("glm", (0, 0), SPREAD),
+        ("moe", (17, 3), FIRST_HALF),
+        ("moe", (0, 30), one_expert),
+    ],
+    4: [
+        ("glm", (21, 0, 5, 3), DUPLICATES),
+        ("glm", (1, 0, 0, 20), one_expert),
+        ("glm", (9, 30, 2, 17), FIRST_HALF),
+        ("moe", (9, 2, 0, 20), FIRST_HALF),
+        ("moe", (3, 12, 1, 8), one_expert),
+    ],
+}
+"""By ranks: experts, tokens of each rank (some fewer than chunks, or none), routing."""
+
+FORMS: list[dict[str, Any]] = [
+    {},
+    {"chunk_tokens": CHUNK, "max_chunks": 64},
+    {"chunk_tokens": 3, "max_chunks": 64, "membership": "contiguous"},
+]
+
+
+def on_ranks(family: str, dtype: torch.dtype | None = None, **form: Any) -> RoutedExperts:
+    """This rank's share of the experts; without a form, as torchtitan runs them."""
+    config = config_of(family)
+    config.token_dispatcher = gloo(config.token_dispatcher)
+    if form:
+        settings = {"capacity_factor": 1.0, "minimum_rows": 1, "threshold": 1.0} | form
+        config = balanced_experts(config, **settings)
+    experts = build(config, dtype or DTYPES[family])
+    each = EXPERTS // dist.get_world_size()
+    mine = slice(dist.get_rank() * each, (dist.get_rank() + 1) * each)
+    for parameter in experts.parameters():
+        parameter.data = parameter.data[mine].clone()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("ep",))
+    set_spmd_meshes(dense_mesh=mesh, sparse_mesh=mesh)
+    experts.token_dispatcher.wire_meshes(ep_mesh=mesh)
+    return experts
+
+
+def planned(family: str, dtype: torch.dtype | None = None, **form: Any) -> BalancedRoutedExperts:
+    experts = on_ranks(family, dtype, **({"threshold": 1.0} | form))
+    assert isinstance(experts, BalancedRoutedExperts)
+    return experts
+
+
+def assert_close(found: torch.Tensor, wanted: torch.Tensor, limit: float, what: str) -> None:
+    assert found.shape == wanted.shape and found.dtype == wanted.dtype, what
+    error = (found - wanted).norm() / wanted.norm().clamp(min=1e-12)
+    assert error <= limit, f"{what}: {error:.2e}"
+
+
+def compare(family: str, lengths: tuple[int, ...], draw: Routing) -> None:
+    """One case in every form, on this rank, against experts that stay where they live."""
+    rank, dtype = dist.get_rank(), DTYPES[family]
+    x, given = rows(lengths[rank], rank, dtype), draw(lengths[rank], rank)
+    expected, wanted = gradients(on_ranks(family), x, *given)
+    for form in FORMS:
+        experts = planned(family, **form)
+        out, found = gradients(experts, x, *given)
+        what = f"{family} {lengths} {form}"
+        assert found.keys() == wanted.keys()
+        assert_close(out, expected, 1e-12 if family == "glm" else 4e-3, f"output of {what}")
+        for name, gradient in wanted.items():
+            # In bfloat16 a plain index's gradient is summed, and parts of parameters' are rounded.
+            limit = 1e-12 if family == "glm" else 8e-3
+            assert_close(found[name], gradient, limit, f"{name} of {what}")
+        check_plan(experts, lengths)
+
+
+def check_plan(experts: BalancedRoutedExperts, lengths: tuple[int, ...]) -> None:
+    """Realised splits: Eq. 1 of arXiv 2609.14306, whole loads, and rows that really were moved."""
+    layer = experts.latest
+    assert layer is not None and layer.plan.ranks == len(lengths)
+    chunks = len(layer.chunks)
+    bound = len(lengths) * TOP_K * -(-max(lengths) // chunks)
+    for chunk in layer.chunks:
+        assert int(chunk.splits.sum(0).max()) <= bound
+        assert torch.equal(chunk.rows.sum(0), chunk.plan.rows)
+    assert sum(int(chunk.rows.sum()) for chunk in layer.chunks) == TOP_K * sum(lengths)
+    mean = TOP_K * sum(lengths) / len(lengths)
+    pieces = len(layer.plan.rank)
+    received = sum(chunk.splits.sum(0) for chunk in layer.chunks)
+    assert int(received.max()) <= mean + 1 + (pieces if chunks > 1 else 0)
+
+
+def row_by_row(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """A grouped product whose arithmetic on a row does not depend on the rows beside it."""
+    group = torch.searchsorted(ends, torch.arange(len(x)), right=True)
+    return (x.unsqueeze(1) * weight[group]).sum(-1)
+
+
+def compare_bits() -> None:
+    """However many chunks, and wherever rows go: outputs and their gradients are the same bits."""
+    rank = dist.get_rank()
+    n = (20, 3, 0, 9)[rank]
+    x, given = rows(n, rank, torch.bfloat16), FIRST_HALF(n, rank)
+    with replaced(glm_experts, "grouped_mm", row_by_row):
+        expected, wanted = gradients(on_ranks("glm", torch.bfloat16), x, *given)
+        found = [gradients(planned("glm", torch.bfloat16, **form), x, *given) for form in FORMS]
+    for out, grads in found:
+        assert torch.equal(out, expected)
+        assert torch.equal(grads["weights"], wanted["weights"])
+        assert torch.equal(grads["x"], found[0][1]["x"])
+
+
+def compare_unmoved() -> None:
+    """Below the threshold, with one chunk, experts' gradients are the plain ones to the bit."""
+    for family in DTYPES:
+        x, given = rows(19, dist.get_rank(), DTYPES[family]), FIRST_HALF(19, dist.get_rank())
+        expected, wanted = gradients(on_ranks(family), x, *given)
+        experts = planned(family, threshold=100.0)
+        out, found = gradients(experts, x, *given)
+        assert experts.latest is not None and not experts.latest.plan.transfers
+        assert torch.equal(out, expected)
+        for name, gradient in found.items():
+            if name.startswith("inner_experts"):
+                assert torch.equal(gradient, wanted[name]), name
+
+
+class Layer(nn.Module):
+    def __init__(self, experts: RoutedExperts, *given: torch.Tensor) -> None:
+        super().__init__()
+        self.experts, self.given = experts, given
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return run(self.experts, x, *self.given)
+
+
+def compare_recomputed() -> None:
+    """A recomputed layer asks nobody again, runs no forward again, and computes the same."""
+    n = (20, 3, 0, 9)[dist.get_rank()]
+    x, given = rows(n, 3), FIRST_HALF(n, 3)
+    expected, wanted = gradients(on_ranks("glm"), x, *given)
+    experts = planned("glm", chunk_tokens=CHUNK, max_chunks=64)
+    calls: list[str] = []
+    with counted(module, "agree", calls), counted(module, "gather_counts", calls):
+        with counted(balanced._Pass, "forward", calls):
+            x = x.clone().requires_grad_()
+            out = RecomputedLayer(Layer(experts, *given))(x)
+            out.backward(rows(n, 7))
+    assert_close(out, expected, 1e-12, "recomputed output")
+    assert_close(x.grad, wanted["x"], 1e-12, "recomputed x")
+    for name, parameter in experts.named_parameters():
+        assert_close(parameter.grad, wanted[name], 1e-12, f"recomputed {name}")
+    assert sorted(calls) == ["agree", "forward", "gather_counts"]
+
+
+@contextmanager
+def replaced(owner: Any, name: str, function: Callable) -> Iterator[None]:
+    original = getattr(owner, name)
+    setattr(owner, name, function)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
+@contextmanager
+def counted(owner: Any, name: str, calls: list[str]) -> Iterator[None]:
+    """Writes down calls of a function while it lasts."""
+    original = getattr(owner, name)
+
+    def call(*args: Any) -> Any:
+        calls.append(name)
+        return original(*args)
+
+    with replaced(owner, name, call):
+        yield
+
+
+def check_frozen() -> None:
+    """What is frozen gets no gradient, and changes none; nor are its copies' sent."""
+    rank = dist.get_rank()
+    x, (weights, ids) = rows(19, rank), FIRST_HALF(19, rank)
+    _, wanted = gradients(on_ranks("glm"), x, weights, ids)
+    for frozen in ("w1_EFD", "w1_EFD w2_EDF w3_EFD", "x", "weights"):
+        experts = planned("glm", chunk_tokens=CHUNK, max_chunks=64)
+        for name, parameter in experts.inner_experts.named_parameters():
+            parameter.requires_grad_(name not in frozen)
+        leaf = x.clone().requires_grad_(frozen != "x")
+        scores = weights.clone().requires_grad_(frozen != "weights")
+        run(experts, leaf, scores, ids).backward(rows(19, 7))
+        found = {"x": leaf.grad, "weights": scores.grad}
+        found |= {name: parameter.grad for name, parameter in experts.named_parameters()}
+        for name, gradient in found.items():
+            if name.rpartition(".")[2] in frozen.split():
+                assert gradient is None, name
+            else:
+                assert_close(gradient, wanted[name], 1e-12, f"{name} beside {frozen}")
+
+
+def check_memory() -> None:
+    """Tokens, weights and ids are all that is kept; no graph outlives its chunk."""
+    n = (20, 31, 1, 9)[dist.get_rank()]
+    x, (weights, ids) = rows(n, 3), FIRST_HALF(n, 3)
+    experts = planned("glm", chunk_tokens=CHUNK, max_chunks=64)
+    leaves = x.requires_grad_(), weights.requires_grad_()
+    kept: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    alive, outputs = [], []
+    original = balanced._Pass.experts
+
+    def watched(*args: Any) -> torch.Tensor:
+        alive.append(sum(output() is not None for output in outputs))
+        out = original(*args)
+        outputs.append(weakref.ref(out))
+        return out
+
+    gc.disable()
+    with replaced(balanced._Pass, "experts", watched):
+        with saved_tensors_hooks(keep, lambda tensor: tensor):
+            out = run(experts, *leaves, ids)
+        assert sorted(kept.values()) == sorted([n * DIM * 8, n * TOP_K * 4, n * TOP_K * 8])
+        out.backward(rows(n, 7))
+    gc.enable()
+    assert len(alive) == 2 * 4 and not any(alive), alive
+    assert not any(output() is not None for output in outputs)
+
+
+def check_disagreement() -> None:
+    experts = planned("glm", chunk_tokens=CHUNK + dist.get_rank() % 2, max_chunks=64)
+    with pytest.raises(DisagreementError, match="different settings"):
+        run(experts, rows(9, 0), *routing(9))
+
+
+def all_comparisons() -> None:
+    dist.init_process_group("gloo", world_size=int(os.environ["WORLD_SIZE"]))
+    for case in CASES[dist.get_world_size()]:
+        compare(*case)
+    compare_bits()
+    compare_unmoved()
+    compare_recomputed()
+    check_frozen()
+    check_memory()
+    check_disagreement()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_outputs_and_every_gradient_are_those_of_plain_expert_parallelism(
+    ranks: int, tmp_path: Path
+) -> None:
+    run_ranks(all_comparisons, ranks, tmp_path)
