@@ -35,3 +35,42 @@ def grouped_mm(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> tor
     if has_kernel(x):
         return F.grouped_mm(x, weight.transpose(-2, -1), offs=ends)
     return grouped_mm_loop(x, weight, ends)
+
+
+def grouped_mm_by_columns(
+    x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor
+) -> torch.Tensor:
+    """``out[i] = x[i] @ weight[g]``: the gradient of ``grouped_mm``'s rows.
+
+    Args:
+        x: (R, out), rows sorted by group.
+        weight: (groups, out, in), the dtype of ``x``.
+        ends: as for ``grouped_mm``.
+
+    Returns:
+        (R, in).
+    """
+    if has_kernel(x):
+        return F.grouped_mm(x, weight, offs=ends)
+    return grouped_mm_loop(x, weight.transpose(-2, -1), ends)
+
+
+def grouped_outer(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """``out[g] = a[g's rows].T @ b[g's rows]``: the gradient of ``grouped_mm``'s weights.
+
+    Args:
+        a: (R, out), rows sorted by group.
+        b: (R, in), the same dtype.
+        ends: as for ``grouped_mm``.
+
+    Returns:
+        (groups, out, in); zeros for a group without rows.
+    """
+    if has_kernel(a):
+        return F.grouped_mm(a.t(), b, offs=ends)
+    out = a.new_empty(len(ends), a.shape[1], b.shape[1])
+    begin = 0
+    for group, end in enumerate(ends.tolist()):
+        torch.mm(a[begin:end].t(), b[begin:end], out=out[group])
+        begin = end
+    return out

@@ -3,11 +3,11 @@
 One function of autograd around everything: rows to the ranks that compute them, the products over
 native and foreign experts, rows home. So every rank enters its backward, whatever it computed, and
 nothing but tokens, weights and ids is kept. Backward fetches the foreign weights again, runs each
-chunk once more, lets its graph go before the next begins, and sends the gradients of foreign
-weights home once.
+chunk once more but for its last product, lets its graph go before the next begins, and sends the
+gradients of foreign weights home once.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,10 +18,12 @@ from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 from torchtitan.distributed.spmd_types import maybe_set_sparse_mesh
 
+from components.expert_dispatch.last_product import ExpertGradients
 from components.expert_dispatch.layer_plan import LayerPlan
 from components.expert_dispatch.rows import ChunkRows
 from components.expert_dispatch.weights import Migration
 from components.recompute.tape import output
+from components.titan.experts import hidden_of
 from kernels.precision import accumulation_dtype
 
 Combine = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -146,27 +148,36 @@ class _Pass:
         del computed
         out[chunk.rows] = self.combine(chunk, at_home, weights[chunk.rows], x[chunk.rows])
 
-    def experts(
-        self,
-        chunk: "_Chunk",
-        rows: torch.Tensor,
-        native: _Weights | None = None,
-        foreign: _Weights | None = None,
-    ) -> torch.Tensor:
-        """Rows where they are computed (R, D) -> (R, D); the weights may be leaves of a graph."""
-        moves = chunk.moves
-        native, foreign = native or self.native, foreign or self.foreign
-        if not self.migration.foreign:
-            return self._apply(native, rows, moves.native)
-        own, others = rows.split([moves.native_rows, len(rows) - moves.native_rows])
-        # Apart, so that native weights are not copied next to the foreign ones.
-        parts = self._apply(native, own, moves.native), self._apply(foreign, others, moves.foreign)
-        return torch.cat(parts)
+    def experts(self, chunk: "_Chunk", rows: torch.Tensor) -> torch.Tensor:
+        """Rows where they are computed (R, D) -> (R, D)."""
+        outputs = [
+            self._apply(weights, part, counts)
+            for weights, counts, (part,) in self.parts(chunk, rows)
+        ]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
-    def _apply(self, weights: _Weights, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        named = dict(zip(self._names, weights, strict=True))
+    def parts(
+        self, chunk: "_Chunk", *tensors: torch.Tensor
+    ) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor, list[torch.Tensor]]]:
+        """Weights, rows of each expert, and parts of tensors (R, ...): native, then foreign.
+
+        Apart, so that native weights are not copied next to the foreign ones.
+        """
+        moves, cut = chunk.moves, chunk.moves.native_rows
+        if not self.migration.foreign:
+            yield self._named(self.native), moves.native, list(tensors)
+            return
+        yield self._named(self.native), moves.native, [tensor[:cut] for tensor in tensors]
+        yield self._named(self.foreign), moves.foreign, [tensor[cut:] for tensor in tensors]
+
+    def _named(self, weights: _Weights) -> dict[str, torch.Tensor]:
+        return dict(zip(self._names, weights, strict=True))
+
+    def _apply(
+        self, weights: dict[str, torch.Tensor], rows: torch.Tensor, counts: torch.Tensor
+    ) -> torch.Tensor:
         with maybe_set_sparse_mesh():
-            return functional_call(self.around.experts, named, (rows, counts))
+            return functional_call(self.around.experts, weights, (rows, counts))
 
     def combine(
         self, chunk: "_Chunk", at_home: torch.Tensor, weights: torch.Tensor, x: torch.Tensor
@@ -206,74 +217,51 @@ class _Gradients:
         self.of_x = None if x is None else torch.empty_like(x)
         self.of_weights = None if weights is None else torch.empty_like(weights)
         self._run, self._wanted = run, wanted
+        self._hidden = hidden_of(run.around.experts)
         single = len(run.layer.chunks) == 1
-        self._native = [_Sum(single) for wish in wanted if wish]
-        self._foreign = [_Sum(single) for wish in wanted if wish]
+        self._sums = [[_Sum(single) for wish in wanted if wish] for _ in ("native", "foreign")]
 
     def add(
         self, chunk: _Chunk, x: torch.Tensor, weights: torch.Tensor, grad_out: torch.Tensor
     ) -> None:
         """Run a chunk and differentiate it; nothing of it is left but its gradients."""
-        run, moves, rows = self._run, chunk.moves, chunk.rows
-        arrived = moves.dispatch(x[rows]).requires_grad_(self.of_x is not None)
-        native, foreign = self._leaves(run.native), self._leaves(run.foreign)
-        with torch.enable_grad():
-            computed = run.experts(chunk, arrived, native, foreign)
-        pull = self._pull(chunk, moves.home(computed.detach()), x, weights, grad_out)
-        # A rank that computes no row has its part in the exchange all the same.
-        found = iter(self._differentiate(computed, moves.out(pull), arrived, native, foreign))
+        moves, rows = chunk.moves, chunk.rows
+        given = (
+            moves.dispatch(x[rows]),
+            moves.dispatch(grad_out[rows]),
+            moves.dispatch_routes(weights[rows]),
+        )
+        of_rows, of_weights = self._of_parts(chunk, *given)
+        del given
+        # A rank that computed no row has its part in the exchanges all the same.
         if self.of_x is not None:
-            of_rows = next(found)
-            assert of_rows is not None
-            self.of_x[rows] = moves.sum_routes(moves.home(of_rows))
-        for total in self._native:
-            total.add(next(found))
-        if run.migration.foreign:
-            for total in self._foreign:
-                total.add(next(found))
-
-    def _leaves(self, weights: _Weights) -> _Weights:
-        return [
-            weight.detach().requires_grad_(wish)
-            for weight, wish in zip(weights, self._wanted, strict=True)
-        ]
-
-    def _pull(
-        self,
-        chunk: _Chunk,
-        at_home: torch.Tensor,
-        x: torch.Tensor,
-        weights: torch.Tensor,
-        grad_out: torch.Tensor,
-    ) -> torch.Tensor:
-        """The gradient of the experts' outputs, in home order; puts that of the weights away."""
-        leaf = weights[chunk.rows].detach().requires_grad_(self.of_weights is not None)
-        at_home.requires_grad_()
-        with torch.enable_grad():
-            out = self._run.combine(chunk, at_home, leaf, x[chunk.rows])
-        inputs = [at_home, leaf] if leaf.requires_grad else [at_home]
-        pull, *of_weights = torch.autograd.grad(out, inputs, grad_out[chunk.rows])
+            self.of_x[rows] = moves.sum_routes(moves.home(torch.cat(of_rows)))
         if self.of_weights is not None:
-            self.of_weights[chunk.rows] = of_weights[0]
-        return pull
+            at_home = moves.home(torch.cat(of_weights))
+            self.of_weights[rows] = at_home[moves.place_of_route].to(self.of_weights.dtype)
 
-    def _differentiate(
-        self,
-        computed: torch.Tensor,
-        pull: torch.Tensor,
-        arrived: torch.Tensor,
-        native: _Weights,
-        foreign: _Weights,
-    ) -> tuple[torch.Tensor | None, ...]:
-        leaves = [arrived, *native, *(foreign if self._run.migration.foreign else ())]
-        inputs = [leaf for leaf in leaves if leaf.requires_grad]
-        if not inputs:
-            return ()
-        return torch.autograd.grad(computed, inputs, pull, allow_unused=True)
+    def _of_parts(
+        self, chunk: _Chunk, arrived: torch.Tensor, pull: torch.Tensor, weights: torch.Tensor
+    ) -> tuple[_Weights, _Weights]:
+        """Gradients of rows and of their weights, native then foreign; adds the parameters'."""
+        of_rows, of_weights = [], []
+        parts = self._run.parts(chunk, arrived, pull, weights)
+        for sums, (parameters, counts, (rows, *given)) in zip(self._sums, parts, strict=False):
+            with maybe_set_sparse_mesh():
+                wish = rows, self.of_x is not None
+                grads = ExpertGradients(
+                    self._hidden, parameters, self._wanted, wish, counts, *given
+                )
+            if grads.of_rows is not None:
+                of_rows.append(grads.of_rows)
+            of_weights.append(grads.of_weights)
+            for total, part in zip(sums, grads.of_parameters, strict=True):
+                total.add(part)
+        return of_rows, of_weights
 
     def of_parameters(self) -> list[torch.Tensor | None]:
         """By parameter, with what other ranks computed. Call once, on every rank."""
-        run, sums = self._run, zip(self._native, self._foreign, strict=True)
+        run, sums = self._run, zip(*self._sums, strict=True)
         weights = zip(run.native, run.foreign, self._wanted, strict=True)
         return [self._whole(own, others, *next(sums)) if w else None for own, others, w in weights]
 
@@ -295,9 +283,7 @@ class _Sum:
         self._single = single
         self._total: torch.Tensor | None = None
 
-    def add(self, part: torch.Tensor | None) -> None:
-        if part is None:
-            return
+    def add(self, part: torch.Tensor) -> None:
         if self._total is not None:
             self._total += part
         elif self._single:

@@ -17,6 +17,7 @@ class ChunkRows:
         ids: experts of every token (T, k), ascending within a token.
         choice: which of the token's routes each of these is, int64 (T, k).
         place: row of each of these in home order, int64 (T, k).
+        place_of_route: row of every route, as the router lists them, int64 (T, k).
         native, foreign: rows of each expert that is computed here, int64 (own,) and (others,).
         native_rows: all rows of native experts; they come first.
     """
@@ -42,22 +43,26 @@ class ChunkRows:
         placement = Placement.of(rows.plan, device)
         on_device = counts.to(device, non_blocking=True)
         order = placement.holdings(ids, on_device, rank).flatten().argsort(stable=True)
-        self._token = order // self._top_k
+        self._order, self._token = order, order // self._top_k
         place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=device))
         # Summed in the order of experts, whoever computed them: as without a plan.
         self.choice = ids.argsort(dim=1, stable=True)
-        self.place = place.view(ids.shape).gather(1, self.choice)
+        self.place_of_route = place.view(ids.shape)
+        self.place = self.place_of_route.gather(1, self.choice)
         self._sorted = _by_holding(rows.arrivals(rank), device)
         own = len(rows.plan.loads) // rows.plan.ranks
         held = rows.rows[:, rows.plan.of_rank(rank)].sum(0)
         self.native_rows = int(held[:own].sum())
-        self.native, self.foreign = held.to(device, non_blocking=True).split(
-            [own, len(held) - own]
-        )
+        held = held.to(device, non_blocking=True)
+        self.native, self.foreign = held[:own], held[own:]
 
     def dispatch(self, x: torch.Tensor) -> torch.Tensor:
-        """Tokens of this rank (T, D) -> the rows that are computed here (R, D)."""
+        """Rows of this rank's tokens (T, D) -> of the rows that are computed here (R, D)."""
         return self.out(x[self._token])
+
+    def dispatch_routes(self, values: torch.Tensor) -> torch.Tensor:
+        """One value of every route of this rank (T, k) -> those of the rows computed here (R,)."""
+        return self.out(values.flatten()[self._order])
 
     def out(self, at_home: torch.Tensor) -> torch.Tensor:
         """Rows in home order (T k, ...) -> those that are computed here (R, ...)."""

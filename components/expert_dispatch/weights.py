@@ -23,7 +23,9 @@ def weight_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """
     if group not in _GROUPS:
         ranks = dist.get_process_group_ranks(group)
-        _GROUPS[group] = dist.new_group(ranks, use_local_synchronization=True)
+        made = dist.new_group(ranks, use_local_synchronization=True)
+        assert isinstance(made, dist.ProcessGroup)  # this rank is in it
+        _GROUPS[group] = made
     return _GROUPS[group]
 
 

@@ -19,7 +19,10 @@ def combine_at_home(
     weights: torch.Tensor,
     x: torch.Tensor,
 ) -> torch.Tensor:
-    """Weigh and sum the outputs of every token's experts, as the dispatcher does after its exchange.
+    """Weigh and sum the outputs of every token's experts, as the dispatcher does once it has them.
+
+    Outputs are weighed in float32, and rounded then or once summed; either way the gradients of an
+    output, and of its weight, are their products with the gradient of the token.
 
     Args:
         rows: outputs of experts, (T k, D), any order.
