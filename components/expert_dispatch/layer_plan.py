@@ -5,6 +5,7 @@ as in the layer, so whatever is balanced in the layer is balanced in every chunk
 and the counts of every rank, chunk and expert say how many rows go where: nothing else is asked.
 """
 
+import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -18,7 +19,11 @@ from components.expert_dispatch.plan import Plan, imbalance, plan
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanRule:
-    """The settings of ``plan``; all ranks of a group have the same."""
+    """The settings of ``plan``; all ranks of a group have the same.
+
+    Raises:
+        ValueError: a number below 1, or none.
+    """
 
     capacity_factor: float = 1.0
     """Rows of a rank at most, as a multiple of the mean; 1 or more."""
@@ -30,8 +35,10 @@ class PlanRule:
     """Fullest rank over the mean below which nothing moves; 1 or more."""
 
     def __post_init__(self) -> None:
-        # On no rows at all: refuses what is out of range.
-        self.plan(torch.zeros(1, dtype=torch.int64), 1)
+        for name in ("capacity_factor", "minimum_rows", "threshold"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 1):
+                raise ValueError(f"{name} is {value}; legal: 1 or more")
 
     def plan(self, loads: torch.Tensor, ranks: int) -> Plan:
         """See ``plan``."""
