@@ -10,10 +10,10 @@ from torchtitan.models.common.moe import RoutedExperts
 from torchtitan.models.common.token_dispatcher import BaseEPTokenDispatcher
 
 from components.expert_dispatch.balanced import Surroundings, run_balanced
-from components.expert_dispatch.layer_plan import LayerPlan, PlanRule, gather_counts
+from components.expert_dispatch.layer_plan import LayerLoad, LayerPlan, PlanRule, gather_counts
 from components.expert_dispatch.partition import ChunkRule, Membership, Partition, agree
 from components.expert_dispatch.weights import weight_group
-from components.recompute.tape import choice
+from components.recompute.tape import choice, recomputing
 from components.titan.combine import combine_at_home
 
 
@@ -23,7 +23,7 @@ class BalancedRoutedExperts(RoutedExperts):
     The dispatcher moves nothing itself: it tells the group, and how outputs are combined.
 
     Attributes:
-        latest: plan of the latest forward, for metrics; holds nothing on the device.
+        latest: numbers about the latest forward.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -60,7 +60,7 @@ class BalancedRoutedExperts(RoutedExperts):
                 max_chunks=config.max_chunks,
                 membership=config.membership,
             )
-        self.latest: LayerPlan | None = None
+        self.latest: LayerLoad | None = None
 
     def forward(
         self,
@@ -78,7 +78,9 @@ class BalancedRoutedExperts(RoutedExperts):
         routing = x_BLD, topk_scores_BLK, topk_expert_ids_BLK
         x, weights, ids = (tensor.flatten(0, 1) for tensor in routing)
         group = self._group()
-        self.latest = layer = self._plan(ids, group)
+        layer = self._plan(ids, group)
+        if not recomputing():
+            self.latest = layer.load()
         around = Surroundings(
             experts=self.inner_experts,
             combine=partial(combine_at_home, self.token_dispatcher),

@@ -77,15 +77,36 @@ class LayerPlan:
         """Experts that live on a rank."""
         return self.counts.shape[2] // len(self.counts)
 
-    @property
-    def receive_peak(self) -> int:
-        """Rows that this rank receives in one chunk, at most."""
-        return max(int(chunk.splits[:, self.rank].sum()) for chunk in self.chunks)
+    def load(self) -> "LayerLoad":
+        """What a user wants to know of it."""
+        rows = self.plan.rank_rows
+        total = int(rows.sum())
+        return LayerLoad(
+            before=imbalance(self.plan.loads, self.plan.ranks),
+            after=int(rows.max()) * len(rows) / total if total else 1.0,
+            chunks=len(self.chunks),
+            receive_peak=max(sum(chunk.received(self.rank)) for chunk in self.chunks),
+            copies_sent=sum(move.native == self.rank for move in self.plan.transfers),
+        )
 
-    @property
-    def imbalance(self) -> float:
-        """Rows of the fullest rank over the mean, if nothing were handed on."""
-        return imbalance(self.plan.loads, self.plan.ranks)
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerLoad:
+    """Numbers about one forward of one layer on one rank; holds no tensor."""
+
+    before: float
+    """Rows of the fullest rank over the mean, if nothing were handed on."""
+
+    after: float
+    """The same under the plan."""
+
+    chunks: int
+
+    receive_peak: int
+    """Rows that this rank received in one chunk, at most."""
+
+    copies_sent: int
+    """Experts whose weights this rank sent to others, once per copy; again in backward."""
 
 
 def scaled(whole: Plan, loads: torch.Tensor) -> Plan:

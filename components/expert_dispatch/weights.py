@@ -49,11 +49,6 @@ class Migration:
         """Experts that this rank helps with; ascending, as its holdings are."""
         return len(self._coming)
 
-    def bytes_sent(self, weights: Sequence[torch.Tensor]) -> int:
-        """Of all copies that leave this rank."""
-        sizes = (weight[0].numel() * weight.element_size() for weight in weights)
-        return len(self._leaving) * sum(sizes)
-
     def fetch(self, weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Copies of foreign experts, and this rank's own to whoever asks.
 

@@ -23,6 +23,7 @@ import components.expert_dispatch.balanced_experts as module
 import components.expert_dispatch.last_product as last_product
 import components.models.glm_flash.experts as glm_experts
 from components.expert_dispatch.balanced_experts import BalancedRoutedExperts, balanced_experts
+from components.expert_dispatch.layer_plan import LayerPlan
 from components.expert_dispatch.partition import DisagreementError
 from components.expert_dispatch.rows import ChunkRows
 from components.recompute.layer import RecomputedLayer
@@ -127,7 +128,9 @@ def compare(family: str, lengths: tuple[int, ...], draw: Routing) -> None:
     expected, wanted = gradients(on_ranks(family), x, *given)
     for form in FORMS:
         experts = planned(family, **form)
-        out, found = gradients(experts, x, *given)
+        plans: list[LayerPlan] = []
+        with kept(BalancedRoutedExperts, "_plan", plans):
+            out, found = gradients(experts, x, *given)
         what = f"{family} {lengths} {form}"
         assert found.keys() == wanted.keys()
         assert_close(out, expected, 1e-12 if family == "glm" else 4e-3, f"output of {what}")
@@ -135,13 +138,13 @@ def compare(family: str, lengths: tuple[int, ...], draw: Routing) -> None:
             # bfloat16: both round a few times on the way, at different places.
             limit = 1e-12 if family == "glm" else 1.2e-2
             assert_close(found[name], gradient, limit, f"{name} of {what}")
-        check_plan(experts, lengths)
+        check_plan(plans[0], lengths)
+        assert experts.latest == plans[0].load()
 
 
-def check_plan(experts: BalancedRoutedExperts, lengths: tuple[int, ...]) -> None:
+def check_plan(layer: LayerPlan, lengths: tuple[int, ...]) -> None:
     """Realised splits: Eq. 1 of arXiv 2609.14306, whole loads, and rows that really were moved."""
-    layer = experts.latest
-    assert layer is not None and layer.plan.ranks == len(lengths)
+    assert layer.plan.ranks == len(lengths)
     chunks = len(layer.chunks)
     bound = len(lengths) * TOP_K * -(-max(lengths) // chunks)
     for chunk in layer.chunks:
@@ -187,7 +190,8 @@ def compare_unmoved() -> None:
         expected, wanted = gradients(on_ranks(family), x, *given)
         experts = planned(family, threshold=100.0)
         out, found = gradients(experts, x, *given)
-        assert experts.latest is not None and not experts.latest.plan.transfers
+        assert experts.latest is not None and experts.latest.before == experts.latest.after
+        assert experts.latest.copies_sent == 0
         assert torch.equal(out, expected)
         last = "inner_experts.w2_EDF"
         assert torch.equal(found[last], wanted[last])
@@ -234,6 +238,19 @@ def replaced(owner: Any, name: str, function: Callable) -> Iterator[None]:
 
 
 @contextmanager
+def kept(owner: Any, name: str, results: list[Any]) -> Iterator[None]:
+    """Keeps what a function returns while it lasts."""
+    original = getattr(owner, name)
+
+    def call(*args: Any) -> Any:
+        results.append(original(*args))
+        return results[-1]
+
+    with replaced(owner, name, call):
+        yield
+
+
+@contextmanager
 def counted(owner: Any, name: str, calls: list[str]) -> Iterator[None]:
     """Writes down calls of a function while it lasts."""
     original = getattr(owner, name)
@@ -254,7 +271,7 @@ def compare_groups() -> None:
     expected, wanted = gradients(on_ranks("glm", ranks=2), x, *given)
     experts = planned("glm", ranks=2, chunk_tokens=CHUNK, max_chunks=64)
     out, found = gradients(experts, x, *given)
-    assert experts.latest is not None and experts.latest.plan.transfers
+    assert experts.latest is not None and experts.latest.before > experts.latest.after
     assert_close(out, expected, 1e-12, "output of a group")
     for name, gradient in wanted.items():
         assert_close(found[name], gradient, 1e-12, f"{name} of a group")
@@ -287,10 +304,10 @@ def check_memory() -> None:
     x, (weights, ids) = rows(n, 3), FIRST_HALF(n, 3)
     experts = planned("glm", chunk_tokens=CHUNK, max_chunks=64)
     leaves = x.requires_grad_(), weights.requires_grad_()
-    kept: dict[int, int] = {}
+    saved: dict[int, int] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
-        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
     alive, outputs = [], []
@@ -306,7 +323,7 @@ def check_memory() -> None:
     with replaced(ChunkRows, "dispatch", watched):
         with saved_tensors_hooks(keep, lambda tensor: tensor):
             out = run(experts, *leaves, ids)
-        assert sorted(kept.values()) == sorted([n * DIM * 8, n * TOP_K * 4, n * TOP_K * 8])
+        assert sorted(saved.values()) == sorted([n * DIM * 8, n * TOP_K * 4, n * TOP_K * 8])
         out.backward(rows(n, 7))
     gc.enable()
     # Forward sends a chunk's tokens; backward its tokens and the gradients of its outputs.
