@@ -9,7 +9,8 @@ from torchtitan.config import derive, override
 from torchtitan.models.common.moe import RoutedExperts
 from torchtitan.models.common.token_dispatcher import BaseEPTokenDispatcher
 
-from components.expert_dispatch.balanced import Surroundings, run_balanced
+from components.expert_dispatch.balanced import run_balanced
+from components.expert_dispatch.layer_pass import Surroundings
 from components.expert_dispatch.layer_plan import LayerLoad, LayerPlan, PlanRule, gather_counts
 from components.expert_dispatch.partition import ChunkRule, Membership, Partition, agree
 from components.expert_dispatch.weights import weight_group

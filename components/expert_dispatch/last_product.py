@@ -1,86 +1,121 @@
-"""Gradients of experts whose outputs are weighed, without the outputs."""
+"""Gradients of experts whose outputs are weighed, without the outputs.
 
-from collections.abc import Mapping, Sequence
+Of ``weights[i] * (hidden(rows) @ last.T)[i]``, summed with ``pull[i]``. The last product is not
+run: with ``back = pull @ last``, the gradient of a row's weight is ``<hidden, back>``, and that of
+``hidden`` is ``weight * back``. Products are made one at a time, each operand is let go of after
+its last, and the gradient of one parameter exists at a time.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 
-from components.titan.experts import LAST, Hidden
+from components.titan.experts import GATE, LAST, UP, Parts
+from kernels.expert_rows.op import swiglu, swiglu_gradients_, weigh_
 from kernels.grouped_mm import grouped_mm_by_columns, grouped_outer
-from kernels.precision import accumulation_dtype
-from kernels.row_blocks import row_blocks
+
+Weights = Mapping[str, torch.Tensor]
+"""By the names of the parameters; each (experts, ...), of any number of experts."""
+
+GateAndUp = tuple[torch.Tensor, torch.Tensor]
+"""The first two products of some rows, (R, F) each."""
+
+Take = Callable[[], torch.Tensor]
 
 
-class ExpertGradients:
-    """Of ``weights[i] * (hidden(rows) @ last.T)[i]``, summed with ``pull[i]``.
+@dataclass(frozen=True, kw_only=True, eq=False, slots=True)
+class ExpertRuns:
+    """Some experts and the rows that they run on; R may be 0.
 
-    The last product is not run: with ``back = pull @ last``, the gradient of a row's weight is
-    ``<hidden, back>``, and that of ``hidden`` is ``weight * back``.
-
-    Attributes:
-        of_rows: (R, D), or None if not wanted.
-        of_weights: (R,), in full precision.
-        of_parameters: those wanted, in the order of their names.
+    The same in forward and backward but for what the rows hold.
     """
 
-    def __init__(
-        self,
-        hidden: Hidden,
-        parameters: Mapping[str, torch.Tensor],
-        wanted: Sequence[bool],
-        rows: tuple[torch.Tensor, bool],
-        counts: torch.Tensor,
-        pull: torch.Tensor,
-        weights: torch.Tensor,
-    ) -> None:
-        """
-        Args:
-            hidden: see ``Hidden``.
-            parameters: by name.
-            wanted: by parameter.
-            rows: sorted by expert, (R, D), and whether their gradients are wanted.
-            counts: rows of each expert, int64 (experts,).
-            pull: gradients of the weighed outputs, (R, D).
-            weights: (R,).
-        """
-        ends = counts.cumsum(0).int()
-        leaf = rows[0].detach().requires_grad_(rows[1])
-        leaves = {
-            name: parameter.detach().requires_grad_(wish and name != LAST)
-            for (name, parameter), wish in zip(parameters.items(), wanted, strict=True)
-        }
-        with torch.enable_grad():
-            value = hidden(leaf, leaves, ends)
-        kept, last = value.detach(), parameters[LAST].detach()
-        pull = pull.to(kept.dtype)
-        back = grouped_mm_by_columns(pull, last.to(kept.dtype), ends)
-        self.of_weights = _weigh(kept, back, weights)
-        of_last = []
-        if dict(zip(parameters, wanted, strict=True))[LAST]:
-            of_last = [grouped_outer(_weighed(pull, weights), kept, ends).to(last.dtype)]
-        del pull
-        inputs = [tensor for tensor in (leaf, *leaves.values()) if tensor.requires_grad]
-        found = iter(torch.autograd.grad(value, inputs, back) if inputs else ())
-        self.of_rows = next(found) if rows[1] else None
-        self.of_parameters = [
-            of_last.pop() if name == LAST else next(found)
-            for name, wish in zip(parameters, wanted, strict=True)
-            if wish
-        ]
+    parts: Parts
+
+    weights: Weights
+
+    ends: torch.Tensor
+    """Of the experts' rows, int32 (experts,)."""
+
+    def gate_and_up(self, rows: torch.Tensor) -> GateAndUp:
+        """Rows sorted by expert (R, D) -> both products (R, F)."""
+        gate, up = (self._times(rows, name) for name in (GATE, UP))
+        return gate, up
+
+    def outputs(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        """(R, F) twice -> (R, D)."""
+        return self._times(swiglu(gate, up, self.parts.limit), LAST)
+
+    def _times(self, rows: torch.Tensor, name: str) -> torch.Tensor:
+        return self.parts.product(self.given(rows), self.weight(name), self.ends)
+
+    def given(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows in the dtype that they are multiplied in."""
+        return rows if self.parts.dtype is None else rows.to(self.parts.dtype)
+
+    def weight(self, name: str) -> torch.Tensor:
+        """A parameter in the dtype that it is multiplied in."""
+        return self.given(self.weights[name])
 
 
-def _weigh(hidden: torch.Tensor, back: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Weigh ``back`` in place; the gradients of the weights (R,)."""
-    wide = accumulation_dtype(back.dtype)
-    gradients = back.new_empty(len(back), dtype=wide)
-    for block in row_blocks(*back.shape):
-        part = back[block].to(wide)
-        gradients[block] = (hidden[block].to(wide) * part).sum(1)
-        back[block] = part * weights[block, None].to(wide)
-    return gradients
+def expert_gradients(
+    runs: ExpertRuns,
+    take_rows: Take,
+    take_pull: Take,
+    weights: torch.Tensor,
+    add: Mapping[str, Callable[[torch.Tensor], None]],
+    *,
+    kept: GateAndUp | None = None,
+    of_rows: bool = True,
+) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """Run some experts up to their last product, and differentiate.
+
+    Args:
+        take_rows: makes the rows, sorted by expert, (R, D); called once.
+        take_pull: makes the gradients of their weighed outputs, (R, D), which are overwritten.
+        weights: (R,).
+        add: by parameter, takes its gradient, of the dtype of the parameter; others get none.
+        kept: what ``runs.gate_and_up`` returned for these rows, to be used instead of calling it.
+            Overwritten.
+        of_rows: whether gradients of rows are wanted.
+
+    Returns:
+        Gradients of rows (R, D) or None, and of weights (R,) in full precision.
+    """
+    rows = None
+    if kept is None:
+        rows = runs.given(take_rows())
+        kept = runs.gate_and_up(rows)
+    gate, up = kept
+    del kept
+    pull = take_pull()
+    dtype, pull = pull.dtype, runs.given(pull)
+    back = grouped_mm_by_columns(pull, runs.weight(LAST), runs.ends)
+    hidden, of_weights = swiglu_gradients_(gate, up, back, weights, runs.parts.limit)
+    del back
+    if LAST in add:
+        weigh_(pull, weights)
+        _add(add, runs, LAST, pull, hidden)
+    del pull, hidden
+    if GATE in add or UP in add:
+        rows = runs.given(take_rows()) if rows is None else rows
+        _add(add, runs, GATE, gate, rows)
+        _add(add, runs, UP, up, rows)
+    del rows
+    if not of_rows:
+        return None, of_weights
+    total = grouped_mm_by_columns(gate, runs.weight(GATE), runs.ends)
+    total += grouped_mm_by_columns(up, runs.weight(UP), runs.ends)
+    return total.to(dtype), of_weights
 
 
-def _weighed(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    wide, out = accumulation_dtype(rows.dtype), torch.empty_like(rows)
-    for block in row_blocks(*rows.shape):
-        out[block] = rows[block].to(wide) * weights[block, None].to(wide)
-    return out
+def _add(
+    add: Mapping[str, Callable[[torch.Tensor], None]],
+    runs: ExpertRuns,
+    name: str,
+    pull: torch.Tensor,
+    rows: torch.Tensor,
+) -> None:
+    if name in add:
+        add[name](grouped_outer(pull, rows, runs.ends).to(runs.weights[name].dtype))

@@ -1,6 +1,7 @@
 """Moving, weighing and summing experts' rows in plain torch: the definitions of ``op``."""
 
 import torch
+import torch.nn.functional as F
 
 from kernels.precision import accumulation_dtype
 from kernels.row_blocks import row_blocks
@@ -23,15 +24,33 @@ def weigh_(rows: torch.Tensor, weights: torch.Tensor) -> None:
         rows[block] = rows[block].to(wide) * weights[block, None].to(wide)
 
 
-def dot_and_weigh_(
-    other: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor, dots: torch.Tensor
+def swiglu(gate: torch.Tensor, up: torch.Tensor, limit: float, out: torch.Tensor) -> None:
+    """See ``kernels.expert_rows.op.swiglu``."""
+    for block in row_blocks(*gate.shape):
+        gated, limited = F.silu(gate[block].clamp(max=limit)), up[block].clamp(-limit, limit)
+        torch.mul(gated, limited, out=out[block])
+
+
+def swiglu_gradients_(
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    back: torch.Tensor,
+    weights: torch.Tensor,
+    limit: float,
+    hidden: torch.Tensor,
+    dots: torch.Tensor,
 ) -> None:
-    """See ``kernels.expert_rows.op.dot_and_weigh_``."""
+    """See ``kernels.expert_rows.op.swiglu_gradients_``. Rounds where autograd would."""
     wide = dots.dtype
-    for block in row_blocks(*rows.shape):
-        part = rows[block].to(wide)
-        dots[block] = (other[block].to(wide) * part).sum(1)
-        rows[block] = part * weights[block, None].to(wide)
+    for block in row_blocks(*gate.shape):
+        g, u = gate[block].clamp(max=limit), up[block].clamp(-limit, limit)
+        gated, pull = F.silu(g), back[block].to(wide)
+        hidden[block] = gated * u
+        dots[block] = (hidden[block].to(wide) * pull).sum(1)
+        pull = (pull * weights[block, None].to(wide)).to(back.dtype)
+        of_gate = torch.ops.aten.silu_backward(pull * u, g)
+        gate[block] = of_gate.masked_fill_(gate[block] > limit, 0)
+        up[block] = (pull * gated).masked_fill_(up[block].abs() > limit, 0)
 
 
 def sum_places(

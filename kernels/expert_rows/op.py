@@ -49,22 +49,42 @@ def weigh_(rows: torch.Tensor, weights: torch.Tensor) -> None:
         _kernels(rows).weigh_(rows, weights)
 
 
-def dot_and_weigh_(
-    other: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor
-) -> torch.Tensor:  # fmt: skip
-    """The scalar products ``<other[i], rows[i]>``, in full precision; then ``weigh_``.
+def swiglu(gate: torch.Tensor, up: torch.Tensor, limit: float) -> torch.Tensor:
+    """``silu(min(gate, limit)) * clamp(up, -limit, limit)``.
 
     Args:
-        other, rows: (m, F), of one dtype.
-        weights: (m,), any float dtype.
+        gate, up: (m, F), of one dtype.
+        limit: above 0; infinite for none.
 
     Returns:
-        (m,) in ``accumulation_dtype``.
+        (m, F).
     """
-    dots = rows.new_empty(len(rows), dtype=accumulation_dtype(rows.dtype))
-    if len(rows):
-        _kernels(rows).dot_and_weigh_(other, rows, weights, dots)
-    return dots
+    out = torch.empty_like(gate)
+    if len(gate):
+        _kernels(gate).swiglu(gate, up, limit, out)
+    return out
+
+
+def swiglu_gradients_(
+    gate: torch.Tensor, up: torch.Tensor, back: torch.Tensor, weights: torch.Tensor, limit: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``swiglu`` once more, and its gradients in place of ``gate`` and ``up``.
+
+    Args:
+        gate, up: (m, F), of one dtype; overwritten with their gradients. 0 where beyond ``limit``.
+        back: (m, F); ``weights[i] * back[i]`` is the gradient of row i of the result.
+        weights: (m,), any float dtype.
+        limit: as for ``swiglu``.
+
+    Returns:
+        The result (m, F), and its rows' scalar products with those of ``back``, which are the
+        gradients of the weights: (m,) in ``accumulation_dtype``.
+    """
+    hidden = torch.empty_like(gate)
+    dots = gate.new_empty(len(gate), dtype=accumulation_dtype(gate.dtype))
+    if len(gate):
+        _kernels(gate).swiglu_gradients_(gate, up, back, weights, limit, hidden, dots)
+    return hidden, dots
 
 
 def sum_places(

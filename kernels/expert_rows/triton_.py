@@ -29,22 +29,54 @@ def _move_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _weigh_kernel(  # type: ignore[no-untyped-def]
-    other, rows, weights, dots, width, other_stride, row_stride,
-    DOT: tl.constexpr, BLOCK: tl.constexpr,
+    rows, weights, width, row_stride, BLOCK: tl.constexpr
 ):  # fmt: skip
     i = tl.program_id(0).to(tl.int64)
     weight = tl.load(weights + i).to(tl.float32)
     begin = rows + i * row_stride
     lane = tl.arange(0, BLOCK)
-    products = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, width, BLOCK):
         at = start + lane
-        y = tl.load(begin + at, mask=at < width, other=0.0).to(tl.float32)
-        if DOT:
-            x = tl.load(other + i * other_stride + at, mask=at < width, other=0.0)
-            products += x.to(tl.float32) * y
+        y = tl.load(begin + at, mask=at < width).to(tl.float32)
         tl.store(begin + at, (y * weight).to(rows.dtype.element_ty), mask=at < width)
-    if DOT:
+
+
+@triton.jit
+def _gated(g, u, limit):  # type: ignore[no-untyped-def]
+    """Both factors within limits, the sigmoid of the first."""
+    g = tl.where(g > limit, limit, g)
+    u = tl.where(u > limit, limit, tl.where(u < -limit, -limit, u))
+    return g, u, 1.0 / (1.0 + tl.exp(-g))
+
+
+@triton.jit
+def _swiglu_kernel(  # type: ignore[no-untyped-def]
+    gate, up, back, weights, hidden, dots, width, limit, BACK: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    i = tl.program_id(0).to(tl.int64)
+    narrow = gate.dtype.element_ty
+    lane = tl.arange(0, BLOCK)
+    products = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, width, BLOCK):
+        at, seen = i * width + start + lane, start + lane < width
+        given_g = tl.load(gate + at, mask=seen, other=0.0).to(tl.float32)
+        given_u = tl.load(up + at, mask=seen, other=0.0).to(tl.float32)
+        g, u, sigmoid = _gated(given_g, given_u, limit)
+        # Rounded as the activation alone would be, so that both passes agree.
+        gated = (g * sigmoid).to(narrow).to(tl.float32)
+        h = (gated * u).to(narrow)
+        tl.store(hidden + at, h, mask=seen)
+        if BACK:
+            pull = tl.load(back + at, mask=seen, other=0.0).to(tl.float32)
+            products += h.to(tl.float32) * pull
+            pull = pull * tl.load(weights + i).to(tl.float32)
+            of_g = pull * u * sigmoid * (1.0 + g * (1.0 - sigmoid))
+            of_u = pull * gated
+            of_g = tl.where(given_g > limit, 0.0, of_g)
+            of_u = tl.where(tl.abs(given_u) > limit, 0.0, of_u)
+            tl.store(gate + at, of_g.to(narrow), mask=seen)
+            tl.store(up + at, of_u.to(narrow), mask=seen)
+    if BACK:
         tl.store(dots + i, tl.sum(products, 0))
 
 
@@ -91,18 +123,31 @@ def _move(rows: torch.Tensor, index: torch.Tensor, out: torch.Tensor, *, back: b
 def weigh_(rows: torch.Tensor, weights: torch.Tensor) -> None:
     """See ``kernels.expert_rows.op.weigh_``."""
     _weigh_kernel[(len(rows),)](
-        rows, rows, weights, weights, rows.shape[1], rows.stride(0), rows.stride(0),
-        DOT=False, BLOCK=_BLOCK, num_warps=_WARPS,
+        rows, weights, rows.shape[1], rows.stride(0), BLOCK=_BLOCK, num_warps=_WARPS
+    )
+
+
+def swiglu(gate: torch.Tensor, up: torch.Tensor, limit: float, out: torch.Tensor) -> None:
+    """See ``kernels.expert_rows.op.swiglu``; contiguous."""
+    _swiglu_kernel[(len(gate),)](
+        gate, up, gate, gate, out, gate, gate.shape[1], limit,
+        BACK=False, BLOCK=_BLOCK, num_warps=_WARPS,
     )  # fmt: skip
 
 
-def dot_and_weigh_(
-    other: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor, dots: torch.Tensor
+def swiglu_gradients_(
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    back: torch.Tensor,
+    weights: torch.Tensor,
+    limit: float,
+    hidden: torch.Tensor,
+    dots: torch.Tensor,
 ) -> None:
-    """See ``kernels.expert_rows.op.dot_and_weigh_``."""
-    _weigh_kernel[(len(rows),)](
-        other, rows, weights, dots, rows.shape[1], other.stride(0), rows.stride(0),
-        DOT=True, BLOCK=_BLOCK, num_warps=_WARPS,
+    """See ``kernels.expert_rows.op.swiglu_gradients_``; contiguous."""
+    _swiglu_kernel[(len(gate),)](
+        gate, up, back, weights, hidden, dots, gate.shape[1], limit,
+        BACK=True, BLOCK=_BLOCK, num_warps=_WARPS,
     )  # fmt: skip
 
 

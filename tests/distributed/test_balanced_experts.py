@@ -22,10 +22,11 @@ import components.expert_dispatch.balanced as balanced
 import components.expert_dispatch.balanced_experts as module
 import components.expert_dispatch.last_product as last_product
 import components.models.glm_flash.experts as glm_experts
+import components.titan.experts as parts
 from components.expert_dispatch.balanced_experts import BalancedRoutedExperts, balanced_experts
 from components.expert_dispatch.layer_plan import LayerPlan
 from components.expert_dispatch.partition import DisagreementError
-from components.expert_dispatch.rows import ChunkRows
+from components.expert_dispatch.travel import Outward
 from components.recompute.layer import RecomputedLayer
 from components.titan.dispatch import gloo
 from tests.distributed.spawn import run_ranks
@@ -172,8 +173,10 @@ def compare_bits() -> None:
     rank = dist.get_rank()
     n = (20, 3, 0, 9)[rank]
     x, given = rows(n, rank, torch.bfloat16), FIRST_HALF(n, rank)
-    products = replaced(glm_experts, "grouped_mm", row_by_row)
-    with products, replaced(last_product, "grouped_mm_by_columns", row_by_row_back):
+    with ExitStack() as stack:
+        for owner in (glm_experts, parts):
+            stack.enter_context(replaced(owner, "grouped_mm", row_by_row))
+        stack.enter_context(replaced(last_product, "grouped_mm_by_columns", row_by_row_back))
         expected, _ = gradients(on_ranks("glm", torch.bfloat16), x, *given)
         found = [gradients(planned("glm", torch.bfloat16, **form), x, *given) for form in FORMS]
     for out, grads in found:
@@ -213,7 +216,7 @@ def compare_recomputed() -> None:
     expected, wanted = gradients(on_ranks("glm"), x, *given)
     experts = planned("glm", chunk_tokens=CHUNK, max_chunks=64)
     calls: list[str] = []
-    watched = (module, "agree"), (module, "gather_counts"), (balanced._Pass, "forward")
+    watched = (module, "agree"), (module, "gather_counts"), (balanced, "_forward")
     with ExitStack() as stack:
         for owner, name in watched:
             stack.enter_context(counted(owner, name, calls))
@@ -224,7 +227,7 @@ def compare_recomputed() -> None:
     assert_close(x.grad, wanted["x"], 1e-12, "recomputed x")
     for name, parameter in experts.named_parameters():
         assert_close(parameter.grad, wanted[name], 1e-12, f"recomputed {name}")
-    assert sorted(calls) == ["agree", "forward", "gather_counts"]
+    assert sorted(calls) == ["_forward", "agree", "gather_counts"]
 
 
 @contextmanager
@@ -310,25 +313,27 @@ def check_memory() -> None:
         saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
-    alive, outputs = [], []
-    original = ChunkRows.dispatch
+    alive, taken = [], []
+    original = Outward.take
 
     def watched(*args: Any) -> torch.Tensor:
-        alive.append(sum(output() is not None for output in outputs))
-        out = original(*args)
-        outputs.append(weakref.ref(out))
-        return out
+        alive.append(sum(found() is not None for found in taken))
+        found = original(*args)
+        taken.append(weakref.ref(found))
+        return found
 
     gc.disable()
-    with replaced(ChunkRows, "dispatch", watched):
+    with replaced(Outward, "take", watched):
         with saved_tensors_hooks(keep, lambda tensor: tensor):
             out = run(experts, *leaves, ids)
         assert sorted(saved.values()) == sorted([n * DIM * 8, n * TOP_K * 4, n * TOP_K * 8])
+        forward = len(alive)
         out.backward(rows(n, 7))
     gc.enable()
-    # Forward sends a chunk's tokens; backward its tokens and the gradients of its outputs.
-    assert alive == [0] * 4 + [0, 1] * 4
-    assert not any(output() is not None for output in outputs)
+    # Of every part of a chunk, forward takes the rows, and backward the gradients as well.
+    assert len(alive) == 3 * forward and forward >= 4
+    assert alive == [0] * forward + [0, 1] * forward
+    assert not any(found() is not None for found in taken)
 
 
 def check_disagreement() -> None:
