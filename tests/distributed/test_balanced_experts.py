@@ -21,9 +21,11 @@ from torchtitan.models.common.moe import RoutedExperts
 import components.expert_dispatch.balanced as balanced
 import components.expert_dispatch.balanced_experts as module
 import components.expert_dispatch.last_product as last_product
+import components.expert_dispatch.travel as travel
 import components.models.glm_flash.experts as glm_experts
 import components.titan.experts as parts
 from components.expert_dispatch.balanced_experts import BalancedRoutedExperts, balanced_experts
+from components.expert_dispatch.layer_pass import Surroundings
 from components.expert_dispatch.layer_plan import LayerPlan
 from components.expert_dispatch.partition import DisagreementError
 from components.expert_dispatch.travel import Outward
@@ -209,7 +211,7 @@ class Layer(nn.Module):
         return run(self.experts, x, *self.given)
 
 
-def compare_recomputed() -> None:
+def compare_recomputed(keep: str) -> None:
     """A recomputed layer asks nobody again, runs no forward again, and computes the same."""
     n = (20, 3, 0, 9)[dist.get_rank()]
     x, given = rows(n, 3), FIRST_HALF(n, 3)
@@ -218,6 +220,8 @@ def compare_recomputed() -> None:
     calls: list[str] = []
     watched = (module, "agree"), (module, "gather_counts"), (balanced, "_forward")
     with ExitStack() as stack:
+        run_balanced = partial(balanced.run_balanced, keep=keep)
+        stack.enter_context(replaced(module, "run_balanced", run_balanced))
         for owner, name in watched:
             stack.enter_context(counted(owner, name, calls))
         x = x.clone().requires_grad_()
@@ -228,6 +232,37 @@ def compare_recomputed() -> None:
     for name, parameter in experts.named_parameters():
         assert_close(parameter.grad, wanted[name], 1e-12, f"recomputed {name}")
     assert sorted(calls) == ["_forward", "agree", "gather_counts"]
+
+
+def compare_ways() -> None:
+    """In line or beside the computation, whatever is kept, and with memory spoilt once it is let go
+    of: the same bits, with one chunk, two (no chunk is both first and last) and more."""
+    rank = dist.get_rank()
+    n = (20, 3, 0, 9)[rank]
+    ways: list[dict[str, Any]] = [{"beside": False}, {}, {"keep": "up"}]
+    for family, dtype in DTYPES.items():
+        x, given = rows(n, rank, dtype), FIRST_HALF(n, rank)
+        for chunks in (1, 2, 3):
+            experts = planned(family, chunk_tokens=1, max_chunks=chunks)
+            found = [in_a_way(experts, x, *given, **way) for way in ways]
+            assert experts.latest is not None and experts.latest.chunks == chunks
+            for way, (out, grads) in zip(ways, found, strict=True):
+                assert torch.equal(out, found[0][0]), way
+                for name, gradient in grads.items():
+                    assert torch.equal(gradient, found[0][1][name]), (name, way)
+
+
+def in_a_way(
+    experts: BalancedRoutedExperts, *given: torch.Tensor, beside: bool = True, keep: str = "inputs"
+) -> tuple[torch.Tensor, dict[str, torch.Tensor | None]]:
+    with ExitStack() as stack:
+        for owner, name, function in (
+            (module, "Surroundings", partial(Surroundings, beside=beside)),
+            (module, "run_balanced", partial(balanced.run_balanced, keep=keep)),
+            (travel, "let_go", lambda memory: memory.fill_(torch.nan)),
+        ):
+            stack.enter_context(replaced(owner, name, function))
+        return gradients(experts, *given)
 
 
 @contextmanager
@@ -348,7 +383,9 @@ def all_comparisons() -> None:
         compare(*case)
     compare_bits()
     compare_unmoved()
-    compare_recomputed()
+    compare_ways()
+    for keep in ("inputs", "up"):
+        compare_recomputed(keep)
     if dist.get_world_size() == 4:
         compare_groups()
     check_frozen()
