@@ -5,13 +5,12 @@ from functools import partial
 
 import torch
 
-from components.expert_dispatch.last_product import expert_gradients
+from components.expert_dispatch.last_product import ParameterSum, expert_gradients
 from components.expert_dispatch.layer_pass import LayerPass, Part
 from components.expert_dispatch.rows import ChunkRows
 from components.expert_dispatch.travel import Homeward, Outward
 from components.expert_dispatch.weights import Return
 from kernels.expert_rows.op import sum_places
-from kernels.precision import accumulation_dtype
 
 
 class Gradients:
@@ -40,9 +39,15 @@ class Gradients:
         self.of_parameters: list[torch.Tensor | None] = [None] * len(wanted)
         self._run, self._wanted = run, list(wanted)
         single = len(run.layer.chunks) == 1
-        names = [name for name, wish in zip(run.names, wanted, strict=True) if wish]
         # Native, then foreign.
-        self._sums = [{name: _Sum(single) for name in names} for _ in range(2)]
+        self._sums = [
+            {
+                name: ParameterSum(weight, single=single)
+                for name, weight, wish in zip(run.names, shares, wanted, strict=True)
+                if wish
+            }
+            for shares in (run.native, run.foreign_like)
+        ]
         self._returns: dict[str, Return] = {}
 
     def run(
@@ -88,7 +93,7 @@ class Gradients:
             partial(arriving.take, 0, part.rows),
             partial(arriving.take, 1, part.rows),
             arriving.weights(part.rows),
-            {name: total.add for name, total in self._sums[part.foreign].items()},
+            self._sums[part.foreign],
             kept=(kept[0], kept[1]) if kept else None,
             of_rows=self.of_x is not None,
         )
@@ -121,11 +126,10 @@ class Gradients:
     def _send_home(self) -> None:
         """Gradients of foreign experts, while the last chunk's rows go home."""
         run = self._run
-        foreign = dict(zip(run.names, run.foreign, strict=True))
         for name, own in zip(run.names, run.native, strict=True):
             if name not in self._sums[0]:
                 continue
-            total = self._sums[1][name].whole(foreign[name]) if run.migration.foreign else None
+            total = self._sums[1].pop(name).whole() if run.migration.foreign else None
             self._returns[name] = run.migration.send_home(total, own)
 
     def _finish(self) -> None:
@@ -133,34 +137,10 @@ class Gradients:
         run = self._run
         for place, (name, own) in enumerate(zip(run.names, run.native, strict=True)):
             if name in self._returns:
-                total = self._sums[0].pop(name).total(own)
+                total = self._sums[0].pop(name).total()
                 self._returns.pop(name).add_to(total)
                 self.of_parameters[place] = total.to(own.dtype)
 
 
 def _like(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(tensor, memory_format=torch.contiguous_format)
-
-
-class _Sum:
-    """A sum of gradients in full precision; of one part, that part as it is."""
-
-    def __init__(self, single: bool) -> None:
-        self._single = single
-        self._total: torch.Tensor | None = None
-
-    def add(self, part: torch.Tensor) -> None:
-        if self._total is not None:
-            self._total += part
-        elif self._single:
-            self._total = part
-        else:
-            self._total = part.to(accumulation_dtype(part.dtype), copy=True)
-
-    def total(self, like: torch.Tensor) -> torch.Tensor:
-        """The sum; zeros of the shape and dtype of ``like`` if there was no part."""
-        return torch.zeros_like(like) if self._total is None else self._total
-
-    def whole(self, like: torch.Tensor) -> torch.Tensor:
-        """The sum in full precision, in one piece of memory."""
-        return self.total(like).to(accumulation_dtype(like.dtype)).contiguous()

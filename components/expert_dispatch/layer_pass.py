@@ -85,6 +85,11 @@ class LayerPass:
         """Foreign experts' share of each parameter."""
         return self._fetch.wait()
 
+    @property
+    def foreign_like(self) -> list[torch.Tensor]:
+        """What it is going to be: its shapes, dtypes and device, not its values."""
+        return self._fetch.copies
+
     def tokens(self, index: int) -> slice:
         """Of a chunk."""
         return self.layer.partition.rows(index)
@@ -112,16 +117,18 @@ class LayerPass:
     def parts(self, moves: ChunkRows) -> Iterator[Part]:
         """Native rows, then foreign ones: apart, so that native weights are not copied next to the
         foreign ones, nor waits what needs none of these."""
-        cut = moves.native_rows
-        runs = self._runs(self.native, moves.native)
+        cut = sum(moves.native_sizes)
+        runs = self._runs(self.native, moves.native, moves.native_sizes)
         yield Part(runs=runs, rows=slice(0, cut), foreign=False)
         if self.migration.foreign:
-            runs = self._runs(self.foreign, moves.foreign)
+            runs = self._runs(self.foreign, moves.foreign, moves.foreign_sizes)
             yield Part(runs=runs, rows=slice(cut, moves.computed), foreign=True)
 
-    def _runs(self, weights: Sequence[torch.Tensor], ends: torch.Tensor) -> ExpertRuns:
+    def _runs(
+        self, weights: Sequence[torch.Tensor], ends: torch.Tensor, sizes: list[int]
+    ) -> ExpertRuns:
         named = dict(zip(self.names, weights, strict=True))
-        return ExpertRuns(parts=self._parts, weights=named, ends=ends)
+        return ExpertRuns(parts=self._parts, weights=named, ends=ends, sizes=sizes)
 
     def in_turn(
         self,

@@ -30,9 +30,10 @@ class ChunkRows:
         place: place in the home order of each of these, int64 (T, k).
         place_of_route: that of every route, as the router lists them, int64 (T, k).
         arrival: place in the order of arrival of every row as it is computed, int64 (R,).
-        native, foreign: ends of the rows of each expert that is computed here, among the native
-            and among the foreign rows, int32 (own,) and (others,).
-        native_rows: all rows of native experts; they come first.
+        native_sizes, foreign_sizes: rows of each expert that is computed here, by whether it lives
+            here. Rows of native experts come first.
+        native, foreign: where they end, among the native and among the foreign rows, int32 (own,)
+            and (others,).
     """
 
     def __init__(
@@ -62,8 +63,10 @@ class ChunkRows:
         self.arrival = _by_holding(rows.arrivals(rank), rank, device)
         share = len(rows.plan.loads) // rows.plan.ranks
         held = rows.rows[:, rows.plan.of_rank(rank)].sum(0)
-        self.native_rows = int(held[:share].sum())
-        ends = torch.cat([held[:share].cumsum(0), held[share:].cumsum(0)]).int()
+        native, foreign = held[:share], held[share:]
+        self.native_sizes: list[int] = native.tolist()
+        self.foreign_sizes: list[int] = foreign.tolist()
+        ends = torch.cat([native.cumsum(0), foreign.cumsum(0)]).int()
         ends = ends.to(device, non_blocking=True)
         self.native, self.foreign = ends[:share], ends[share:]
 

@@ -114,23 +114,27 @@ class Migration:
 
 
 class Fetch:
-    """Copies of foreign experts under way."""
+    """Copies of foreign experts under way.
+
+    Attributes:
+        copies: of each parameter, (foreign, ...); their values come with ``wait``.
+    """
 
     def __init__(
         self,
-        foreign: list[torch.Tensor],
+        copies: list[torch.Tensor],
         works: list[dist.Work],
         lent: Sequence[torch.Tensor],
     ) -> None:
-        self._foreign, self._works, self._lent = foreign, works, lent
+        self.copies, self._works, self._lent = copies, works, lent
 
     def wait(self) -> list[torch.Tensor]:
-        """The copies of each parameter (foreign, ...); the host does not wait. Call it on every
-        rank: this one's weights may be changed only afterwards."""
+        """The copies, there for what is computed from now on. Call it on every rank: this one's
+        weights may be changed only afterwards."""
         for work in self._works:
             work.wait()
         self._works, self._lent = [], ()
-        return self._foreign
+        return self.copies
 
 
 class Return:

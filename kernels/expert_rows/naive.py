@@ -37,7 +37,6 @@ def swiglu_gradients_(
     back: torch.Tensor,
     weights: torch.Tensor,
     limit: float,
-    hidden: torch.Tensor,
     dots: torch.Tensor,
 ) -> None:
     """See ``kernels.expert_rows.op.swiglu_gradients_``. Rounds where autograd would."""
@@ -45,12 +44,13 @@ def swiglu_gradients_(
     for block in row_blocks(*gate.shape):
         g, u = gate[block].clamp(max=limit), up[block].clamp(-limit, limit)
         gated, pull = F.silu(g), back[block].to(wide)
-        hidden[block] = gated * u
-        dots[block] = (hidden[block].to(wide) * pull).sum(1)
+        hidden = gated * u
+        dots[block] = (hidden.to(wide) * pull).sum(1)
         pull = (pull * weights[block, None].to(wide)).to(back.dtype)
         of_gate = torch.ops.aten.silu_backward(pull * u, g)
         gate[block] = of_gate.masked_fill_(gate[block] > limit, 0)
         up[block] = (pull * gated).masked_fill_(up[block].abs() > limit, 0)
+        back[block] = hidden
 
 
 def sum_places(

@@ -67,24 +67,24 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor, limit: float) -> torch.Tensor:
 
 def swiglu_gradients_(
     gate: torch.Tensor, up: torch.Tensor, back: torch.Tensor, weights: torch.Tensor, limit: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """``swiglu`` once more, and its gradients in place of ``gate`` and ``up``.
+) -> torch.Tensor:
+    """``swiglu`` once more in place of ``back``, its gradients in place of ``gate`` and ``up``.
 
     Args:
         gate, up: (m, F), of one dtype; overwritten with their gradients. 0 where beyond ``limit``.
-        back: (m, F); ``weights[i] * back[i]`` is the gradient of row i of the result.
+        back: (m, F), of their dtype; ``weights[i] * back[i]`` is the gradient of row i of the
+            result. Overwritten with the result.
         weights: (m,), any float dtype.
         limit: as for ``swiglu``.
 
     Returns:
-        The result (m, F), and its rows' scalar products with those of ``back``, which are the
-        gradients of the weights: (m,) in ``accumulation_dtype``.
+        The scalar products of the result's rows with those of ``back``, which are the gradients of
+        the weights: (m,) in ``accumulation_dtype``.
     """
-    hidden = torch.empty_like(gate)
     dots = gate.new_empty(len(gate), dtype=accumulation_dtype(gate.dtype))
     if len(gate):
-        _kernels(gate).swiglu_gradients_(gate, up, back, weights, limit, hidden, dots)
-    return hidden, dots
+        _kernels(gate).swiglu_gradients_(gate, up, back, weights, limit, dots)
+    return dots
 
 
 def sum_places(

@@ -65,7 +65,6 @@ def _swiglu_kernel(  # type: ignore[no-untyped-def]
         # Rounded as the activation alone would be, so that both passes agree.
         gated = (g * sigmoid).to(narrow).to(tl.float32)
         h = (gated * u).to(narrow)
-        tl.store(hidden + at, h, mask=seen)
         if BACK:
             pull = tl.load(back + at, mask=seen, other=0.0).to(tl.float32)
             products += h.to(tl.float32) * pull
@@ -76,6 +75,8 @@ def _swiglu_kernel(  # type: ignore[no-untyped-def]
             of_u = tl.where(tl.abs(given_u) > limit, 0.0, of_u)
             tl.store(gate + at, of_g.to(narrow), mask=seen)
             tl.store(up + at, of_u.to(narrow), mask=seen)
+        # Last: it may lie where ``back`` was.
+        tl.store(hidden + at, h, mask=seen)
     if BACK:
         tl.store(dots + i, tl.sum(products, 0))
 
@@ -141,12 +142,11 @@ def swiglu_gradients_(
     back: torch.Tensor,
     weights: torch.Tensor,
     limit: float,
-    hidden: torch.Tensor,
     dots: torch.Tensor,
 ) -> None:
     """See ``kernels.expert_rows.op.swiglu_gradients_``; contiguous."""
     _swiglu_kernel[(len(gate),)](
-        gate, up, back, weights, hidden, dots, gate.shape[1], limit,
+        gate, up, back, weights, back, dots, gate.shape[1], limit,
         BACK=True, BLOCK=_BLOCK, num_warps=_WARPS,
     )  # fmt: skip
 

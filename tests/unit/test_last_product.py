@@ -1,11 +1,9 @@
 """Gradients of weighed experts without their outputs, against plain autograd."""
 
-from functools import partial
-
 import pytest
 import torch
 
-from components.expert_dispatch.last_product import ExpertRuns, expert_gradients
+from components.expert_dispatch.last_product import ExpertRuns, ParameterSum, expert_gradients
 from components.titan.experts import LAST, parts_of
 from tests.unit.experts_support import DIM, build, config_of
 
@@ -23,11 +21,11 @@ def inputs(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
     return rows, pull, weights
 
 
-@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize(("keep", "single"), [(False, True), (True, False)])
 @pytest.mark.parametrize("family", DTYPES)
 @pytest.mark.parametrize("frozen", ["", "w1_EFD", LAST, "x", "x w1_EFD w2_EDF w3_EFD"])
 def test_every_gradient_is_that_of_the_weighed_outputs(
-    family: str, frozen: str, keep: bool
+    family: str, frozen: str, keep: bool, single: bool
 ) -> None:
     experts = build(config_of(family), DTYPES[family]).inner_experts
     rows, pull, weights = inputs(DTYPES[family])
@@ -37,9 +35,16 @@ def test_every_gradient_is_that_of_the_weighed_outputs(
         out.dtype
     ).backward(pull)
     named = dict(experts.named_parameters())
-    found: dict[str, torch.Tensor] = {}
+    sums = {
+        name: ParameterSum(named[name], single=single) for name in named.keys() - frozen.split()
+    }
     with torch.no_grad():
-        runs = ExpertRuns(parts=parts_of(experts), weights=named, ends=COUNTS.cumsum(0).int())
+        runs = ExpertRuns(
+            parts=parts_of(experts),
+            weights=named,
+            ends=COUNTS.cumsum(0).int(),
+            sizes=COUNTS.tolist(),
+        )
         products = runs.gate_and_up(rows)
         assert torch.equal(runs.outputs(*products), out)
         of_rows, of_weights = expert_gradients(
@@ -47,12 +52,13 @@ def test_every_gradient_is_that_of_the_weighed_outputs(
             rows.clone,
             pull.clone,
             weights,
-            {name: partial(found.__setitem__, name) for name in named.keys() - frozen.split()},
+            sums,
             kept=products if keep else None,
             of_rows="x" not in frozen,
         )
-    assert found.keys() == named.keys() - frozen.split()
-    pairs = [(gradient, named[name].grad) for name, gradient in found.items()]
+    wide = torch.float64 if family == "glm" else torch.float32
+    assert all(found.whole().dtype == wide for found in sums.values())
+    pairs = [(found.total().to(DTYPES[family]), named[name].grad) for name, found in sums.items()]
     pairs.append((of_weights.to(w.dtype), w.grad))
     if "x" in frozen:
         assert of_rows is None
@@ -67,3 +73,18 @@ def test_every_gradient_is_that_of_the_weighed_outputs(
 def test_experts_of_an_unknown_kind_are_refused() -> None:
     with pytest.raises(ValueError, match="routed experts are Linear.*legal: "):
         parts_of(torch.nn.Linear(2, 2))
+
+
+def test_gradients_of_several_chunks_are_added_up_unrounded() -> None:
+    like, draw = torch.empty(2, 3, 4, dtype=torch.bfloat16), torch.Generator().manual_seed(0)
+    found, expected = ParameterSum(like, single=False), torch.zeros(2, 3, 4)
+    parts = parts_of(build(config_of("moe")).inner_experts)
+    assert torch.equal(found.total(), torch.zeros_like(like))
+    for sizes in ([2, 0], [0, 5], [0, 0], [3, 1]):
+        ends = torch.tensor(sizes).cumsum(0).int()
+        runs = ExpertRuns(parts=parts, weights={}, ends=ends, sizes=sizes)
+        pull, rows = (torch.randn(sum(sizes), n, generator=draw).bfloat16() for n in (3, 4))
+        found.add(pull, rows, runs)
+        for expert, (a, b) in enumerate(zip(pull.split(sizes), rows.split(sizes), strict=True)):
+            expected[expert] += a.float().t() @ b.float()
+    torch.testing.assert_close(found.whole(), expected)
