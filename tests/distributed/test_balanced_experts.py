@@ -240,16 +240,15 @@ def compare_ways() -> None:
     rank = dist.get_rank()
     n = (20, 3, 0, 9)[rank]
     ways: list[dict[str, Any]] = [{"beside": False}, {}, {"keep": "up"}]
-    for family, dtype in DTYPES.items():
-        x, given = rows(n, rank, dtype), FIRST_HALF(n, rank)
-        for chunks in (1, 2, 3):
-            experts = planned(family, chunk_tokens=1, max_chunks=chunks)
-            found = [in_a_way(experts, x, *given, **way) for way in ways]
-            assert experts.latest is not None and experts.latest.chunks == chunks
-            for way, (out, grads) in zip(ways, found, strict=True):
-                assert torch.equal(out, found[0][0]), way
-                for name, gradient in grads.items():
-                    assert torch.equal(gradient, found[0][1][name]), (name, way)
+    for family, chunks in (("glm", 1), ("glm", 2), ("moe", 3)):
+        x, given = rows(n, rank, DTYPES[family]), FIRST_HALF(n, rank)
+        experts = planned(family, chunk_tokens=1, max_chunks=chunks)
+        found = [in_a_way(experts, x, *given, **way) for way in ways]
+        assert experts.latest is not None and experts.latest.chunks == chunks
+        for way, (out, grads) in zip(ways, found, strict=True):
+            assert torch.equal(out, found[0][0]), way
+            for name, gradient in grads.items():
+                assert torch.equal(gradient, found[0][1][name]), (name, way)
 
 
 def in_a_way(
