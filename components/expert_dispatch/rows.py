@@ -11,7 +11,7 @@ from functools import cached_property
 import torch
 import torch.distributed as dist
 
-from components.expert_dispatch.exchange import Exchange, Placement
+from components.expert_dispatch.exchange import Exchange, Placement, sortable
 
 
 class ChunkRows:
@@ -75,12 +75,13 @@ class ChunkRows:
         on_device = counts.to(device, non_blocking=True)
         holdings = Placement.of(rows.plan, device).holdings(ids, on_device, self.rank)
         turn = _own_first(rows, self.rank).to(device, non_blocking=True)
-        self.order = turn[holdings].flatten().argsort(stable=True)
+        turns = sortable(turn, len(turn))[holdings]
+        self.order = turns.flatten().argsort(stable=True)
         self.token = self.order // self._top_k
         positions = torch.arange(len(self.order), device=device)
         place = torch.empty_like(self.order).scatter_(0, self.order, positions)
         # Summed in the order of experts, whoever computed them: as without a plan.
-        self.choice = ids.argsort(dim=1, stable=True)
+        self.choice = sortable(ids, counts.shape[1]).argsort(dim=1, stable=True)
         self.place_of_route = place.view(ids.shape)
         self.place = self.place_of_route.gather(1, self.choice)
 
