@@ -2,7 +2,7 @@
 
 One function of autograd around everything: rows to the ranks that compute them, the products over
 native and foreign experts, rows home. So every rank enters its backward, whatever it computed, and
-nothing is kept but tokens, weights and ids; or also the first two products, see ``Keep``. Backward
+nothing is kept but tokens, weights and ids; or also some first products, see ``Keep``. Backward
 fetches the foreign weights again, runs each chunk once more but for its last product, and sends the
 gradients of foreign weights home once.
 """
@@ -21,10 +21,11 @@ from components.expert_dispatch.rows import ChunkRows
 from components.expert_dispatch.travel import Homeward, Outward
 from components.recompute.tape import output
 
-Keep = Literal["inputs", "up"]
-"""What is kept for backward. "inputs": what the experts were given, T x D values; backward runs
-three products forward (two again) for every six of its own: 11 instead of 9. "up": also the first
-two products of every row, 2 k F values a token: no product runs twice."""
+Keep = Literal["inputs", "last", "up"]
+"""What is kept for backward. "inputs": what the experts were given, T x D values; backward runs two
+products again for every six of its own, 11 in all with the three of forward. "up": also the first
+two products of every row, 2 k F values a token: no product runs twice, 9 in all. "last": those of
+the last chunk, which backward runs first and would hold then anyway: its peak is the same."""
 
 
 def run_balanced(
@@ -72,32 +73,30 @@ class _Balanced(torch.autograd.Function):
         ids: torch.Tensor,
         *parameters: torch.Tensor,
     ) -> torch.Tensor:
-        kept: list[torch.Tensor] = []
+        made: list[torch.Tensor] = []
+        chunks = _chunks_to_keep(keep, len(layer.chunks))
         # In a layer's second run everything comes from the tape, and no rank runs anything.
         out = output(
-            lambda: _forward(
-                LayerPass(around, layer, ids, parameters),
-                x,
-                weights,
-                kept if keep == "up" else None,
-            )
+            lambda: _forward(LayerPass(around, layer, ids, parameters), x, weights, made, chunks)
         )
-        if keep == "up":
-            count = _kept_tensors(layer)
-            kept = [output(partial(_nth, kept, index)) for index in range(count)]
-        ctx.save_for_backward(x, weights, ids, *kept)
+        each = _products(layer)
+        kept = [output(partial(_nth, made, place)) for place in range(len(chunks) * each)]
+        made.clear()
+        ctx.save_for_backward(x, weights, ids)
+        # Not through save_for_backward, which would hold all of them until backward ends.
+        ctx.kept = {chunk: kept[i * each :][:each] for i, chunk in enumerate(chunks)}
         ctx.around, ctx.layer = around, layer
         return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, weights, ids, *kept = ctx.saved_tensors
+        x, weights, ids = ctx.saved_tensors
         _, _, _, of_x, of_weights, _, *wanted = ctx.needs_input_grad
         # As they are now: FSDP may have freed and gathered them since.
         run = LayerPass(ctx.around, ctx.layer, ids, [p.detach() for p in _parameters(ctx.around)])
         grads = Gradients(run, x if of_x else None, weights if of_weights else None, wanted)
-        grads.run(x, weights, grad_out, kept)
+        grads.run(x, weights, grad_out, ctx.kept)
         return None, None, None, grads.of_x, grads.of_weights, None, *grads.of_parameters
 
 
@@ -105,24 +104,28 @@ def _nth(tensors: list[torch.Tensor], index: int) -> torch.Tensor:
     return tensors[index]
 
 
-def _kept_tensors(layer: LayerPlan) -> int:
-    """Two of every part of every chunk."""
+def _chunks_to_keep(keep: Keep, chunks: int) -> range:
+    return range({"inputs": chunks, "last": chunks - 1, "up": 0}[keep], chunks)
+
+
+def _products(layer: LayerPlan) -> int:
+    """Two of every part of a chunk."""
     foreign = any(move.helper == layer.rank for move in layer.plan.transfers)
-    return 2 * len(layer.chunks) * (2 if foreign else 1)
+    return 4 if foreign else 2
 
 
 def _forward(
-    run: LayerPass, x: torch.Tensor, weights: torch.Tensor, kept: list[torch.Tensor] | None
+    run: LayerPass, x: torch.Tensor, weights: torch.Tensor, kept: list[torch.Tensor], keep: range
 ) -> torch.Tensor:
-    """All chunks; the first two products of every part go to ``kept``, if it is a list."""
+    """All chunks; the first two products of every part of those in ``keep`` go to ``kept``."""
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     x = x.contiguous()
 
-    def compute(_: int, moves: ChunkRows, arriving: Outward) -> list[torch.Tensor]:
+    def compute(index: int, moves: ChunkRows, arriving: Outward) -> list[torch.Tensor]:
         outputs = []
         for part in run.parts(moves):
             products: list[GateAndUp] = [part.runs.gate_and_up(arriving.take(0, part.rows))]
-            if kept is not None:
+            if index in keep:
                 kept.extend(products[0])
             outputs.append(part.runs.outputs(*products.pop()).to(x.dtype))
         return outputs

@@ -120,13 +120,15 @@ class ParameterSum:
     """The gradient of a parameter, (experts, out, in), summed over chunks in full precision; of one
     chunk, as a single product leaves it."""
 
-    def __init__(self, like: torch.Tensor, *, single: bool) -> None:
+    def __init__(self, like: torch.Tensor, *, single: bool, rounded: bool = False) -> None:
         """
         Args:
             like: the parameter.
             single: whether ``add`` is called once at most.
+            rounded: to the dtype of the parameter after each call.
         """
         self._like, self._single = like, single
+        self._dtype = like.dtype if rounded else accumulation_dtype(like.dtype)
         self._total: torch.Tensor | None = None
 
     def add(self, pull: torch.Tensor, rows: torch.Tensor, runs: ExpertRuns) -> None:
@@ -138,8 +140,7 @@ class ParameterSum:
         # all of them and leave them to be added in another pass.
         put: Product = add_product
         if self._total is None:
-            wide = accumulation_dtype(self._like.dtype)
-            self._total, put = torch.empty_like(self._like, dtype=wide), multiply
+            self._total, put = torch.empty_like(self._like, dtype=self._dtype), multiply
         parts = zip(self._total, pull.split(runs.sizes), rows.split(runs.sizes), strict=True)
         for total, left, right in parts:
             put(total, left.t(), right)

@@ -12,6 +12,9 @@ from components.expert_dispatch.travel import Homeward, Outward
 from components.expert_dispatch.weights import Return
 from kernels.expert_rows.op import sum_places
 
+Kept = dict[int, list[torch.Tensor]]
+"""By chunk, the first two products of its native part, then of its foreign part."""
+
 
 class Gradients:
     """The gradients of one backward.
@@ -38,11 +41,11 @@ class Gradients:
         self.of_weights = None if weights is None else _like(weights)
         self.of_parameters: list[torch.Tensor | None] = [None] * len(wanted)
         self._run, self._wanted = run, list(wanted)
-        single = len(run.layer.chunks) == 1
+        single, rounded = len(run.layer.chunks) == 1, run.around.rounded_sums
         # Native, then foreign.
         self._sums = [
             {
-                name: ParameterSum(weight, single=single)
+                name: ParameterSum(weight, single=single, rounded=rounded)
                 for name, weight, wish in zip(run.names, shares, wanted, strict=True)
                 if wish
             }
@@ -55,12 +58,12 @@ class Gradients:
         x: torch.Tensor,
         weights: torch.Tensor,
         grad_out: torch.Tensor,
-        kept: list[torch.Tensor],
+        kept: Kept,
     ) -> None:
         """All chunks; collective.
 
         Args:
-            kept: two products of every part of every chunk, in their order; or nothing.
+            kept: emptied, chunk by chunk.
         """
         self._kept, run = kept, self._run
         given = x.contiguous(), grad_out.contiguous()
@@ -70,31 +73,33 @@ class Gradients:
             self._give,
             self._land,
             self._send_home,
+            # Those of which something is kept come first.
+            backwards=True,
         )
         self._finish()
 
     def _compute(
-        self, _: int, moves: ChunkRows, arriving: Outward
+        self, index: int, moves: ChunkRows, arriving: Outward
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         of_rows, of_weights = [], []
+        kept = self._kept.pop(index, [])
         for part in self._run.parts(moves):
-            rows, scores = self._of_part(part, arriving)
+            rows, scores = self._of_part(part, arriving, kept)
             if rows is not None:
                 of_rows.append(rows)
             of_weights.append(scores)
         return of_rows, of_weights
 
     def _of_part(
-        self, part: Part, arriving: Outward
-    ) -> tuple[torch.Tensor | None, torch.Tensor]:  # fmt: skip
-        kept, self._kept = self._kept[:2], self._kept[2:]
+        self, part: Part, arriving: Outward, kept: list[torch.Tensor]
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
         return expert_gradients(
             part.runs,
             partial(arriving.take, 0, part.rows),
             partial(arriving.take, 1, part.rows),
             arriving.weights(part.rows),
             self._sums[part.foreign],
-            kept=(kept[0], kept[1]) if kept else None,
+            kept=(kept.pop(0), kept.pop(0)) if kept else None,
             of_rows=self.of_x is not None,
         )
 

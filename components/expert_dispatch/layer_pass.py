@@ -40,6 +40,10 @@ class Surroundings:
     beside: bool = True
     """Whether rows travel while the device computes; the results are the same."""
 
+    rounded_sums: bool = False
+    """Whether parameters' gradients are rounded to the parameter's dtype after each chunk; takes
+    half the memory, and the time, of sums in full precision. One chunk is rounded once anyway."""
+
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)
 class Part:
@@ -137,10 +141,12 @@ class LayerPass:
         give: Callable[[int, ChunkRows, Computed], Leaving],
         land: Callable[[int, ChunkRows, Leaving], None],
         last: Callable[[], None] | None = None,
+        *,
+        backwards: bool = False,
     ) -> None:
-        """Every chunk in its order; all ranks make the same calls.
+        """Every chunk, the last one first if ``backwards``; all ranks make the same calls.
 
-        While chunk i is computed, chunk i + 1 is on its way out and chunk i - 1 on its way home.
+        While a chunk is computed, the next is on its way out and the one before on its way home.
 
         Args:
             send: a chunk's tokens.
@@ -149,14 +155,15 @@ class LayerPass:
             land: what came home.
             last: called when the last chunk is on its way home.
         """
-        chunks = len(self.layer.chunks)
-        coming: tuple[ChunkRows, Outward] | None = send(0)
+        turns = list(range(len(self.layer.chunks)))
+        turns = turns[::-1] if backwards else turns
+        coming: tuple[ChunkRows, Outward] | None = send(turns[0])
         leaving: list[tuple[int, ChunkRows, Leaving]] = []
-        for index in range(chunks):
+        for turn, index in enumerate(turns):
             assert coming is not None
             moves, arriving = coming
             # Asked for before the computation, so that it need not be waited for.
-            coming = send(index + 1) if index + 1 < chunks else None
+            coming = send(turns[turn + 1]) if turn + 1 < len(turns) else None
             arriving.arrive()
             with maybe_set_sparse_mesh():
                 computed = compute(index, moves, arriving)

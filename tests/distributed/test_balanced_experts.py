@@ -239,7 +239,7 @@ def compare_ways() -> None:
     of: the same bits, with one chunk, two (no chunk is both first and last) and more."""
     rank = dist.get_rank()
     n = (20, 3, 0, 9)[rank]
-    ways: list[dict[str, Any]] = [{"beside": False}, {}, {"keep": "up"}]
+    ways: list[dict[str, Any]] = [{"beside": False}, {}, {"keep": "last"}, {"keep": "up"}]
     for family, chunks in (("glm", 1), ("glm", 2), ("moe", 3)):
         x, given = rows(n, rank, DTYPES[family]), FIRST_HALF(n, rank)
         experts = planned(family, chunk_tokens=1, max_chunks=chunks)
@@ -382,7 +382,7 @@ def all_comparisons() -> None:
     compare_bits()
     compare_unmoved()
     compare_ways()
-    for keep in ("inputs", "up"):
+    for keep in ("inputs", "last"):
         compare_recomputed(keep)
     if dist.get_world_size() == 4:
         compare_groups()

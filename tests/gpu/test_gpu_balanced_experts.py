@@ -168,7 +168,7 @@ def check_ways() -> None:
         with no_waits():
             return balanced.run_balanced(*args)
 
-    for keep in ("inputs", "inputs", "up"):
+    for keep in ("inputs", "last", "up"):
         with ExitStack() as stack:
             enter = stack.enter_context
             enter(replaced(travel, "let_go", lambda memory: memory.fill_(torch.nan)))
