@@ -2,13 +2,17 @@
 
 One function of autograd around everything: rows to the ranks that compute them, the products over
 native and foreign experts, rows home. So every rank enters its backward, whatever it computed, and
-nothing is kept but tokens, weights and ids; or also some first products, see ``Keep``. Backward
-fetches the foreign weights again, runs each chunk once more but for its last product, and sends the
-gradients of foreign weights home once.
+nothing need be kept but tokens, weights and ids. Backward fetches the foreign weights again, runs
+each chunk once more but for its last product, and sends the gradients of foreign weights home once.
+
+So backward runs two products again, beside six of its own and three of forward: 11 instead of 9.
+The two, gate and up, can be kept instead, 2 k F values a token. Backward begins with the last chunk
+and would hold its products then anyway: to keep those of one chunk costs no memory at its peak, and
+those of a second hardly more than what is on its way home later on.
 """
 
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -21,12 +25,6 @@ from components.expert_dispatch.rows import ChunkRows
 from components.expert_dispatch.travel import Homeward, Outward
 from components.recompute.tape import output
 
-Keep = Literal["inputs", "last", "up"]
-"""What is kept for backward. "inputs": what the experts were given, T x D values; backward runs two
-products again for every six of its own, 11 in all with the three of forward. "up": also the first
-two products of every row, 2 k F values a token: no product runs twice, 9 in all. "last": those of
-the last chunk, which backward runs first and would hold then anyway: its peak is the same."""
-
 
 def run_balanced(
     around: Surroundings,
@@ -34,7 +32,7 @@ def run_balanced(
     x: torch.Tensor,
     weights: torch.Tensor,
     ids: torch.Tensor,
-    keep: Keep = "inputs",
+    kept_chunks: int = 0,
 ) -> torch.Tensor:
     """The experts of all tokens. All ranks of the group call it, also without any token.
 
@@ -47,12 +45,13 @@ def run_balanced(
         x: tokens (T, D).
         weights: (T, k).
         ids: experts, int64 (T, k).
-        keep: for backward. Gradients are the same.
+        kept_chunks: the last ones, whose first two products are kept for backward; all at most.
+            Gradients are the same.
 
     Returns:
         (T, D).
     """
-    return _Balanced.apply(around, layer, keep, x, weights, ids, *_parameters(around))
+    return _Balanced.apply(around, layer, kept_chunks, x, weights, ids, *_parameters(around))
 
 
 def _parameters(around: Surroundings) -> list[torch.Tensor]:
@@ -67,14 +66,15 @@ class _Balanced(torch.autograd.Function):
         ctx: Any,
         around: Surroundings,
         layer: LayerPlan,
-        keep: Keep,
+        kept_chunks: int,
         x: torch.Tensor,
         weights: torch.Tensor,
         ids: torch.Tensor,
         *parameters: torch.Tensor,
     ) -> torch.Tensor:
         made: list[torch.Tensor] = []
-        chunks = _chunks_to_keep(keep, len(layer.chunks))
+        count = len(layer.chunks)
+        chunks = range(max(0, count - kept_chunks), count)
         # In a layer's second run everything comes from the tape, and no rank runs anything.
         out = output(
             lambda: _forward(LayerPass(around, layer, ids, parameters), x, weights, made, chunks)
@@ -102,10 +102,6 @@ class _Balanced(torch.autograd.Function):
 
 def _nth(tensors: list[torch.Tensor], index: int) -> torch.Tensor:
     return tensors[index]
-
-
-def _chunks_to_keep(keep: Keep, chunks: int) -> range:
-    return range({"inputs": chunks, "last": chunks - 1, "up": 0}[keep], chunks)
 
 
 def _products(layer: LayerPlan) -> int:

@@ -211,7 +211,7 @@ class Layer(nn.Module):
         return run(self.experts, x, *self.given)
 
 
-def compare_recomputed(keep: str) -> None:
+def compare_recomputed(kept_chunks: int) -> None:
     """A recomputed layer asks nobody again, runs no forward again, and computes the same."""
     n = (20, 3, 0, 9)[dist.get_rank()]
     x, given = rows(n, 3), FIRST_HALF(n, 3)
@@ -220,7 +220,7 @@ def compare_recomputed(keep: str) -> None:
     calls: list[str] = []
     watched = (module, "agree"), (module, "gather_counts"), (balanced, "_forward")
     with ExitStack() as stack:
-        run_balanced = partial(balanced.run_balanced, keep=keep)
+        run_balanced = partial(balanced.run_balanced, kept_chunks=kept_chunks)
         stack.enter_context(replaced(module, "run_balanced", run_balanced))
         for owner, name in watched:
             stack.enter_context(counted(owner, name, calls))
@@ -239,7 +239,7 @@ def compare_ways() -> None:
     of: the same bits, with one chunk, two (no chunk is both first and last) and more."""
     rank = dist.get_rank()
     n = (20, 3, 0, 9)[rank]
-    ways: list[dict[str, Any]] = [{"beside": False}, {}, {"keep": "last"}, {"keep": "up"}]
+    ways: list[dict[str, Any]] = [{"beside": False}, {}, {"kept_chunks": 1}, {"kept_chunks": 9}]
     for family, chunks in (("glm", 1), ("glm", 2), ("moe", 3)):
         x, given = rows(n, rank, DTYPES[family]), FIRST_HALF(n, rank)
         experts = planned(family, chunk_tokens=1, max_chunks=chunks)
@@ -252,12 +252,12 @@ def compare_ways() -> None:
 
 
 def in_a_way(
-    experts: BalancedRoutedExperts, *given: torch.Tensor, beside: bool = True, keep: str = "inputs"
+    experts: BalancedRoutedExperts, *given: torch.Tensor, beside: bool = True, kept_chunks: int = 0
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor | None]]:
     with ExitStack() as stack:
         for owner, name, function in (
             (module, "Surroundings", partial(Surroundings, beside=beside)),
-            (module, "run_balanced", partial(balanced.run_balanced, keep=keep)),
+            (module, "run_balanced", partial(balanced.run_balanced, kept_chunks=kept_chunks)),
             (travel, "let_go", lambda memory: memory.fill_(torch.nan)),
         ):
             stack.enter_context(replaced(owner, name, function))
@@ -382,8 +382,8 @@ def all_comparisons() -> None:
     compare_bits()
     compare_unmoved()
     compare_ways()
-    for keep in ("inputs", "last"):
-        compare_recomputed(keep)
+    for kept_chunks in (0, 2):
+        compare_recomputed(kept_chunks)
     if dist.get_world_size() == 4:
         compare_groups()
     check_frozen()

@@ -164,22 +164,20 @@ def check_ways() -> None:
             torch.cuda._sleep(LATE)
         return send(*args)
 
-    def without_waiting(*args: Any) -> torch.Tensor:
+    def without_waiting(*args: Any, kept_chunks: int) -> torch.Tensor:
         with no_waits():
-            return balanced.run_balanced(*args)
+            return balanced.run_balanced(*args, kept_chunks=kept_chunks)
 
-    for keep in ("inputs", "last", "up"):
+    for kept_chunks in (0, 1, 4):
         with ExitStack() as stack:
             enter = stack.enter_context
             enter(replaced(travel, "let_go", lambda memory: memory.fill_(torch.nan)))
             enter(replaced(layer_pass.LayerPass, "send", late))
-            run = partial(without_waiting) if keep == "inputs" else partial(
-                balanced.run_balanced, keep=keep
-            )  # fmt: skip
-            enter(replaced(balanced_experts, "run_balanced", run))
+            run_balanced = partial(without_waiting, kept_chunks=kept_chunks)
+            enter(replaced(balanced_experts, "run_balanced", run_balanced))
             found = in_a_way(experts, given, beside=True)
         for name, value in expected.items():
-            assert torch.equal(found[name], value), (keep, name)
+            assert torch.equal(found[name], value), (kept_chunks, name)
     x, weights, ids = given
     out = layer_output(experts, x.requires_grad_(), weights.requires_grad_(), ids)
     with no_waits():
