@@ -6,13 +6,14 @@ All in one pair of processes, because most of the time goes into starting them.
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tests.training import free_port, set_rank
 
@@ -78,9 +79,13 @@ def compare_kernels(plain: Any, fast: Any, given: tuple) -> None:
             torch.testing.assert_close(a, b, rtol=1e-4 if tight else 2e-2, atol=1e-3)
 
 
+@cache
+def both() -> DeviceMesh:
+    return init_device_mesh("cuda", (2,), mesh_dim_names=("ep",))
+
+
 def layer(family: str, **form: Any) -> Any:
     """This rank's share of a small layer's experts; without a form, as torchtitan runs them."""
-    from torch.distributed.device_mesh import init_device_mesh
     from torchtitan.distributed.spmd_types import set_spmd_meshes
 
     from components.expert_dispatch.balanced_experts import balanced_experts
@@ -93,7 +98,7 @@ def layer(family: str, **form: Any) -> Any:
         settings = {"capacity_factor": 1.0, "minimum_rows": 1, "threshold": 1.0} | form
         config = balanced_experts(config, **settings)
     experts, each = build(config, torch.bfloat16), EXPERTS // 2
-    mesh = init_device_mesh("cuda", (2,), mesh_dim_names=("ep",))
+    mesh = both()
     for parameter in experts.parameters():
         parameter.data = parameter.data[dist.get_rank() * each :][:each].clone().cuda()
     set_spmd_meshes(dense_mesh=mesh, sparse_mesh=mesh)
