@@ -40,7 +40,7 @@ class Gradients:
         self.of_x = None if x is None else _like(x)
         self.of_weights = None if weights is None else _like(weights)
         self.of_parameters: list[torch.Tensor | None] = [None] * len(wanted)
-        self._run, self._wanted = run, list(wanted)
+        self._run = run
         single, rounded = len(run.layer.chunks) == 1, run.around.rounded_sums
         # Native, then foreign.
         self._sums = [

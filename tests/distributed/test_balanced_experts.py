@@ -3,8 +3,8 @@
 import gc
 import os
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from components.expert_dispatch.travel import Outward
 from components.recompute.layer import RecomputedLayer
 from components.titan.dispatch import gloo
 from tests.distributed.spawn import run_ranks
+from tests.swaps import counted, kept, replaced
 from tests.unit.experts_support import (
     DIM,
     EXPERTS,
@@ -262,42 +263,6 @@ def in_a_way(
         ):
             stack.enter_context(replaced(owner, name, function))
         return gradients(experts, *given)
-
-
-@contextmanager
-def replaced(owner: Any, name: str, function: Callable) -> Iterator[None]:
-    original = getattr(owner, name)
-    setattr(owner, name, function)
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)
-
-
-@contextmanager
-def kept(owner: Any, name: str, results: list[Any]) -> Iterator[None]:
-    """Keeps what a function returns while it lasts."""
-    original = getattr(owner, name)
-
-    def call(*args: Any) -> Any:
-        results.append(original(*args))
-        return results[-1]
-
-    with replaced(owner, name, call):
-        yield
-
-
-@contextmanager
-def counted(owner: Any, name: str, calls: list[str]) -> Iterator[None]:
-    """Writes down calls of a function while it lasts."""
-    original = getattr(owner, name)
-
-    def call(*args: Any) -> Any:
-        calls.append(name)
-        return original(*args)
-
-    with replaced(owner, name, call):
-        yield
 
 
 def compare_groups() -> None:

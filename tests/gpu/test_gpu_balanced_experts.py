@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from tests.swaps import replaced
 from tests.training import free_port, set_rank
 
 pytestmark = [
@@ -211,13 +212,3 @@ def no_waits() -> Iterator[None]:
         yield
     finally:
         torch.cuda.set_sync_debug_mode(before)
-
-
-@contextmanager
-def replaced(owner: Any, name: str, function: Any) -> Iterator[None]:
-    original = getattr(owner, name)
-    setattr(owner, name, function)
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)
