@@ -36,9 +36,10 @@ def run_balanced(
 ) -> torch.Tensor:
     """The experts of all tokens. All ranks of the group call it, also without any token.
 
-    Gradients of tokens are summed over a token's routes in full precision. Those of parameters are
-    summed over chunks and over ranks that computed an expert in full precision, from parts in the
-    parameter's dtype, and are returned once.
+    Gradients of tokens are summed over a token's routes in full precision. So are those of
+    parameters over chunks, unless ``around.rounded_sums``, and over ranks that computed an expert;
+    with one chunk each rank's part is rounded to the parameter's dtype first. They are returned
+    once.
 
     Args:
         layer: of the routes of all ranks.
