@@ -49,6 +49,9 @@ if TYPE_CHECKING:
 TOLERANCE = 2e-2
 """Relative: bfloat16 sums in other orders, rounded at other places, stay below half of it."""
 
+IN_A_ROW = 2
+"""Timed rounds of a variant in one turn."""
+
 HANG_SECONDS = 60
 """After which ranks that wait for one that failed end as well."""
 
@@ -178,15 +181,13 @@ class _Profile:
         for variant, figure, experts in alive:
             self._memory(variant, figure, experts)
         alive = [each for each in alive if _ok(each[1])]
-        for turn in range(-self._options.warmup, self._options.repeats):
-            if turn > 0 and expired():
-                self._say(f"{self._text}: time is up after {turn} of {self._options.repeats} turns")
+        for done in range(0, self._options.repeats, IN_A_ROW):
+            if done and expired():
+                self._say(f"{self._text}: time is up after {done} of {self._options.repeats}")
                 break
+            repeats = min(IN_A_ROW, self._options.repeats - done)
             for variant, figure, experts in alive:
-                for kind in ("forward", "both"):
-                    elapsed = self._time(kind, variant, experts)
-                    if turn >= 0:
-                        figure[f"{kind}_ms"].append(elapsed)
+                self._turn(variant, figure, experts, repeats)
         planned = traffic(
             self._shape, self._ranks, self._profile, planned=True, chunks=self._shape.chunks
         )
@@ -224,7 +225,7 @@ class _Profile:
             limit = torch.cuda.get_device_properties(0).total_memory / _GIB
         if limit is None or estimate <= limit * _GIB:
             return ""
-        return f"out of memory: an estimated {estimate / _GIB:.0f} GiB of {limit:.0f} GiB"
+        return f"out of memory: an estimated {estimate / _GIB:.3g} GiB of {limit:.3g} GiB"
 
     def _gate(self) -> None:
         """Fill in errors on fewer tokens, and why a variant is not timed."""
@@ -262,7 +263,7 @@ class _Profile:
         for kind in ("forward", "both"):
             memory = self._read(partial(self._call, kind, variant, experts))
             if _highest(memory is None):
-                estimate = f"{figure['estimated_peak_bytes'] / _GIB:.0f} GiB were estimated"
+                estimate = f"{figure['estimated_peak_bytes'] / _GIB:.3g} GiB were estimated"
                 figure["reason"] = f"out of memory ({kind}), although {estimate}"
                 self._say(f"{variant.name}: {figure['reason']}")
                 return
@@ -283,6 +284,16 @@ class _Profile:
             return self._probe.memory(call)
         except torch.OutOfMemoryError:
             return None
+
+    def _turn(self, variant: "Variant", figure: dict[str, Any], experts: Any, repeats: int) -> None:
+        # Blocks that others left in the allocator fit nobody else, and asking for new ones while
+        # the device is full of them is slow: each turn begins without, and is warmed up.
+        self._probe.settle()
+        for _ in range(self._options.warmup):
+            self._call("both", variant, experts)
+        for _ in range(repeats):
+            for kind in ("forward", "both"):
+                figure[f"{kind}_ms"].append(self._time(kind, variant, experts))
 
     def _time(self, kind: str, variant: "Variant", experts: Any) -> float:
         dist.barrier()
@@ -315,7 +326,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--variants", nargs="+", help="default: all")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--repeats", type=int, default=6, help="timed rounds (default: 6)")
-    parser.add_argument("--warmup", type=int, default=1, help="untimed rounds (default: 1)")
+    parser.add_argument(
+        "--warmup", type=int, default=1, help="untimed calls before two timed rounds (default: 1)"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--time-limit", type=float, help="seconds; ends between rounds")
     parser.add_argument(

@@ -15,8 +15,8 @@ _TIMES = (
     "|---|---|---:|---:|---:|---:|---:|---:|---|",
 )
 _MEMORY = (
-    "| variant | K | peak GiB forward | both | above resident | reserved | saved, published "
-    "| saved, llep | rows in a chunk | load before -> after | weights moved GB |",
+    "| variant | K | peak GiB forward | both | above resident | reserved "
+    "| saved, published: forward, both | saved, llep: forward, both | rows in a chunk | load before -> after | weights moved GB |",
     "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
 )
 
@@ -35,8 +35,8 @@ def markdown(record: dict[str, Any]) -> str:
         f"{record['date']}; {facts}",
         "",
         "Times of the slowest rank, peaks of the fullest. Both: forward and backward; forward "
-        "alone runs without a graph. Speed and saving are relative to llep_published and to llep, "
-        "in forward and backward unless said otherwise; above 1 is faster. Above resident: without "
+        "alone runs without a graph. Speed and saving are relative to llep_published and to llep; "
+        "above 1 is faster. Above resident: without "
         "weights and tokens. `~`: the slowest repeat took over a tenth longer than the fastest.",
     ]
     return "\n".join(lines) + "\n" + "".join(map(of_profile, record["profiles"]))
@@ -88,7 +88,15 @@ def _time_line(
 
 def _memory_line(figure: dict[str, Any], base: Sequence[dict[str, Any] | None]) -> str:
     moved, peak = figure["traffic"], figure["both_peak_bytes"]
-    saved = [f"{100 * (1 - peak / b['both_peak_bytes']):.1f}%" if b else "" for b in base]
+    saved = [
+        ", ".join(
+            f"{100 * (1 - figure[f'{kind}_peak_bytes'] / b[f'{kind}_peak_bytes']):.1f}%"
+            for kind in ("forward", "both")
+        )
+        if b
+        else ""
+        for b in base
+    ]
     return (
         f"| {figure['name']} | {moved['chunks']} | {figure['forward_peak_bytes'] / _GIB:.3f} "
         f"| {peak / _GIB:.3f} | {figure['both_above_bytes'] / _GIB:.3f} "
