@@ -16,7 +16,8 @@ _TIMES = (
 )
 _MEMORY = (
     "| variant | K | peak GiB forward | both | above resident | reserved "
-    "| saved, published: forward, both | saved, llep: forward, both | rows in a chunk | load before -> after | weights moved GB |",
+    "| saved, published: forward, both | saved, llep: forward, both | rows in a chunk "
+    "| load before -> after | weights moved GB |",
     "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
 )
 
