@@ -142,9 +142,7 @@ class TitanModel(TitanAttentionSettings):
             )
             return [*found, ("model.position.scaling", message)]
         if position.mscale != 1.0 and position.scaling == "yarn":
-            message = (
-                f"{position.mscale}: gpt-oss's attention has its own temperature; legal: 1"
-            )
+            message = f"{position.mscale}: gpt-oss's attention has its own temperature; legal: 1"
             found.append(("model.position.mscale", message))
         return found + position.check()
 
