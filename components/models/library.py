@@ -3,8 +3,8 @@
 import importlib
 import math
 import sys
-from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from typing import TYPE_CHECKING, Literal, cast
 
@@ -12,7 +12,7 @@ from torchtitan.models.common import CosSinRoPE, RoPE
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.protocols.model_spec import ModelSpec
 
-from components.core.problems import did_you_mean
+from components.core.problems import did_you_mean, shown
 from components.models.position import LibraryPosition, Position, restretch
 from components.models.settings import Finding
 from components.models.titan_attention import TitanAttention, TitanAttentionSettings
@@ -134,27 +134,36 @@ class TitanModel(TitanAttentionSettings):
                 "legal: 'rope' (the others: components.models.moe.MoEModel)"
             )
             return [*found, ("model.position.kind", message)]
-        legal = _SCALINGS if self.family == "gpt_oss" else _SCALINGS[:1]
-        if position.scaling not in legal:
-            message = (
-                f"{position.scaling!r} is not offered for {self.family}; "
-                f"legal: {', '.join(map(repr, legal))}"
-            )
+        if self.family != "gpt_oss":
+            return [*found, *self._published_alone()]
+        if position.scaling not in _SCALINGS:
+            legal = ", ".join(map(repr, _SCALINGS))
+            message = f"{position.scaling!r} is not offered for gpt_oss; legal: {legal}"
             return [*found, ("model.position.scaling", message)]
         if position.mscale != 1.0 and position.scaling == "yarn":
             message = f"{position.mscale}: gpt-oss's attention has its own temperature; legal: 1"
             found.append(("model.position.mscale", message))
         return found + position.check()
 
+    def _published_alone(self) -> Iterator[Finding]:
+        published = LibraryPosition()
+        for key in fields(published):
+            value, legal = getattr(self.position, key.name), getattr(published, key.name)
+            if value != legal:
+                message = f"{shown(value)} is not offered for {self.family}; legal: {shown(legal)}"
+                yield f"model.position.{key.name}", message
+                return
+
     def check_run(self, recipe: "Recipe") -> list[Finding]:
         """See ``ModelSettings.check_run``."""
+        found = self.position.check_length(recipe.training.seq_len)
         if self.family == "gpt_oss" and recipe.training.mixed_precision_param == "float32":
             message = (
                 "'float32' fails in torchtitan's gpt-oss experts, which always return bfloat16; "
                 "use bfloat16"
             )
-            return [("training.mixed_precision_param", message)]
-        return []
+            found.append(("training.mixed_precision_param", message))
+        return found
 
     def _shape(self) -> _Shape:
         known = self.family in _FLAVOR_TABLES and self.flavor in flavors(self.family)

@@ -6,6 +6,7 @@ from typing import Literal, cast
 
 from torchtitan.config import derive
 from torchtitan.models.common import CosSinRoPE, RoPE
+from torchtitan.models.common.decoder import Decoder
 
 from components.core.units import Tokens
 from components.models.settings import Finding
@@ -17,8 +18,6 @@ Kind = Literal["rope", "alibi", "none"]
 Scaling = Literal["library", "none", "linear", "ntk", "yarn", "llama"]
 
 _KEY = "model.position"
-_SCALINGS = "'linear', 'ntk', 'yarn' or 'llama'"
-
 # Rotations within the trained context that bound the ramp: fast, slow.
 _BETAS = {"yarn": (32.0, 1.0), "llama": (4.0, 1.0)}
 
@@ -89,10 +88,15 @@ class Position:
         for name, old in changed.items():
             message = (
                 f"{getattr(self, name)} has no effect with {_KEY}.scaling = {self.scaling!r}; "
-                f"legal: {_word(old)}, or {_KEY}.scaling {_SCALINGS}"
+                f"legal: {_word(old)}, or {_KEY}.scaling {self._legal()}"
             )
             found.append((f"{_KEY}.{name}", message))
         return found + self._check_yarn()
+
+    def _legal(self) -> str:
+        """The scalings that take a factor."""
+        published = self.scaling == "library"
+        return "'linear', 'ntk' or 'yarn'" if published else "'linear', 'ntk', 'yarn' or 'llama'"
 
     def _check_stretch(self) -> list[Finding]:
         found = []
@@ -222,6 +226,24 @@ def restretch(position: Position, published: CosSinRoPE.Config) -> RoPE.Config:
         theta=published.theta,
         n_heads=1,
     )
+
+
+def table_bytes(model: Decoder.Config, seq_len: int) -> int:
+    """What rotary tables of ``seq_len`` positions take on every rank, whatever is cut; bytes.
+
+    Layers share equal ``SharedRoPE`` tables; torchtitan's own have one each.
+    """
+    shared: list[RoPE.Config] = []
+    total = 0
+    for layer in model.layers:
+        rope = getattr(layer.attention, "rope", None)
+        if rope is None or isinstance(rope, NoRotation.Config) or rope in shared:
+            continue
+        if isinstance(rope, SharedRoPE.Config):
+            shared.append(rope)
+        numbers = 2 * rope.dim if isinstance(rope, CosSinRoPE.Config) else rope.dim
+        total += seq_len * numbers * 4
+    return total
 
 
 def _word(value: object) -> str:

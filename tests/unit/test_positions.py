@@ -11,7 +11,7 @@ from torchtitan.models.common import CosSinRoPE
 
 from components.models.library import TitanModel
 from components.models.moe import MoEModel
-from components.models.position import LibraryPosition, Position
+from components.models.position import LibraryPosition, Position, table_bytes
 from components.titan.attention import SdpaAttention
 from components.titan.position import AlibiAttention
 from kernels.position.alibi import alibi_slopes
@@ -107,6 +107,32 @@ def test_layers_share_one_table_also_after_the_meta_device(name: str) -> None:
     tables = [layer.attention.rope.cache for layer in built.layers.values()]
     assert len({table.data_ptr() for table in tables}) == 1
     assert tables[0].device.type == "cpu" and tables[0].isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("model", "numbers"),
+    [
+        (tiny_moe(n_layers=3), 32),
+        (tiny_moe(n_layers=3, position=STRETCHED["yarn"]), 32),
+        (tiny_moe(n_layers=3, position=KINDS["alibi"]), 0),
+        (TitanModel(family="gpt_oss", flavor="debugmodel"), 128),
+        (TitanModel(family="llama3", flavor="debugmodel"), 6 * 16),
+        (TitanModel(family="qwen3", flavor="debugmodel"), 8 * 256),
+    ],
+    ids=["moe", "yarn", "alibi", "gpt_oss", "llama3", "qwen3"],
+)
+def test_the_bytes_of_tables_are_what_a_model_holds(model: Any, numbers: int) -> None:
+    config = model.build_spec().model
+    assert table_bytes(config, 64) == 64 * numbers * 4
+    for layer in config.layers:
+        layer.attention.rope.max_seq_len = 64
+    held = {}
+    for layer in config.layers:
+        cache = layer.attention.rope.build().cache
+        # A table lives as long as some layer holds it.
+        held[cache.data_ptr()] = cache
+    of_tables = [c for c in held.values() if c.shape[0] == 64]
+    assert sum(c.nbytes for c in of_tables) == table_bytes(config, 64)
 
 
 def test_tables_of_other_settings_are_not_shared() -> None:

@@ -43,14 +43,16 @@ def check_model(model: "GlmFlashModel") -> list[Finding]:
 
 
 def _positions(model: "GlmFlashModel") -> Iterator[Finding]:
-    kind = model.position.kind
-    if kind != "none":
-        message = (
-            f"{kind!r}: this model embeds no positions; the decay and the convolutions of its KDA "
-            "layers tell the order of tokens, at any length; legal: 'none'"
-        )
-        yield "model.position.kind", message
-    yield from model.position.check()
+    position = model.position
+    for name, value in (("kind", position.kind), ("scaling", position.scaling)):
+        if value != "none":
+            message = (
+                f"{value!r}: this model embeds no positions; the decay and the convolutions of its "
+                "KDA layers tell the order of tokens, at any length; legal: 'none'"
+            )
+            yield f"model.position.{name}", message
+            return
+    yield from position.check()
 
 
 def check_run(model: "GlmFlashModel", recipe: "Recipe") -> list[Finding]:
