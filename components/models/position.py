@@ -8,6 +8,7 @@ from torchtitan.config import derive
 from torchtitan.models.common import CosSinRoPE, RoPE
 from torchtitan.models.common.decoder import Decoder
 
+from components.core.problems import shown
 from components.core.units import Tokens
 from components.models.settings import Finding
 from components.titan.position import NoRotation, SharedRoPE, StretchedRoPE
@@ -88,7 +89,7 @@ class Position:
         for name, old in changed.items():
             message = (
                 f"{getattr(self, name)} has no effect with {_KEY}.scaling = {self.scaling!r}; "
-                f"legal: {_word(old)}, or {_KEY}.scaling {self._legal()}"
+                f"legal: {shown(old)}, or {_KEY}.scaling {self._legal()}"
             )
             found.append((f"{_KEY}.{name}", message))
         return found + self._check_yarn()
@@ -105,7 +106,7 @@ class Position:
         length = self.original_seq_len
         if length is None or length < 1:
             message = (
-                f"{_word(length)} with {_KEY}.scaling = {self.scaling!r}, which starts from the "
+                f"{shown(length)} with {_KEY}.scaling = {self.scaling!r}, which starts from the "
                 "length that the weights were trained at; legal: 1 or more, such as 4k"
             )
             found.append((f"{_KEY}.original_seq_len", message))
@@ -244,7 +245,3 @@ def table_bytes(model: Decoder.Config, seq_len: int) -> int:
         numbers = 2 * rope.dim if isinstance(rope, CosSinRoPE.Config) else rope.dim
         total += seq_len * numbers * 4
     return total
-
-
-def _word(value: object) -> str:
-    return "null" if value is None else str(value)
