@@ -22,8 +22,9 @@ class PipelinedLlep(PlannedExperts):
 
     A layer's plan is made once, weights are copied once in forward and once in backward, and
     gradients of copies go home once, however many chunks. Every piece of the plan takes the same
-    share of each chunk as of the layer, so every chunk is as even. No rank can receive more than
-    ranks x top_k x chunk rows, whatever the router does; planned, it receives about top_k x chunk.
+    share of each chunk as of the layer, so a chunk is even as far as it is routed like the whole,
+    which is what ``membership`` is about. No rank can receive more than ranks x top_k x chunk rows,
+    whatever the router does; planned, it receives about top_k x chunk.
     """
 
     name = "pipelined_llep"

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torchtitan.components.loss import IGNORE_INDEX
 
+from components.titan.memory.places import clean_name
 from components.titan.trainer import RecipeTrainer
 from tests.distributed.spawn import run_ranks
 from tests.training import full, losses, metrics, small_overrides, train, write_corpus
@@ -79,7 +80,7 @@ def train_and_keep_gradients(trainer: RecipeTrainer) -> dict[str, torch.Tensor]:
         original(iterator)
         if trainer.step == 1:
             for name, parameter in trainer.model_parts[0].named_parameters():
-                kept[name] = full(parameter.grad)
+                kept[clean_name(name)] = full(parameter.grad)
 
     trainer.train_step = step
     trainer.train()
@@ -138,14 +139,15 @@ def test_losses_and_every_gradient_equal_one_rank(layout: str, single: Path) -> 
 
 
 def assert_loads(steps: list[dict[str, float]]) -> None:
-    """What a run says of its plans; 512 tokens of each rank in 6 chunks, 2 routes per token."""
+    """What a run says of its plans; 512 tokens of each rank in 6 chunks, 2 routes per token, at
+    most 86 tokens in a chunk."""
     assert len(steps) == 3
     for step in steps:
         assert 2 >= step["llep/rank_load"] >= step["llep/mean_rank_load"] >= 1
         assert step["llep/mean_planned_rank_load"] == step["llep/planned_rank_load"] == 1
         assert step["llep/chunks"] == 6
-        # The mean, and at most a row more per piece.
-        assert 2 * 512 / 6 <= step["llep/receive_peak_rows"] <= 2 * 512 / 6 + 8
+        # Of 344 that the router could send: chunks are routed nearly as the whole.
+        assert 2 * 86 <= step["llep/receive_peak_rows"] <= 1.25 * 2 * 86
         assert step["llep/receive_peak_gib"] == step["llep/receive_peak_rows"] * 64 * 4 / 2**30
         # Whole experts in float32, three matrices of 64 x 64 each, at most one per layer and pass.
         copies = step["llep/copied_gib"] * 2**30 / (3 * 64 * 64 * 4)
