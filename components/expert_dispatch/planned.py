@@ -131,8 +131,8 @@ class PlannedExperts(Component):
 
         A rank is taken to help with as many experts as it has. Between two ranks it cannot be more;
         among many nothing forbids it. Of 4,000 plans for random loads, from nearly even to one rank
-        with four times the others', 24 asked a rank for more, at most 1.5 times as many, all for 384
-        experts on 64 ranks; for fewer ranks 0.9 was the most.
+        with four times the others', 24 asked a rank for more, at most 1.5 times as many, all of 384
+        experts on 64 ranks; on fewer ranks 0.9 was the most.
         """
         weights = expert_parameters(recipe)
         sums = _FLOAT32 * (2 * weights + weights // _MATRICES)
