@@ -43,6 +43,7 @@ PLANNED = {
         "parallelism.expert_parallel_degree=2",
         "components.layer_recompute.enabled=true",
         "components.precision_trimming.enabled=true",
+        "components.selective_checkpoint_offload.enabled=true",
         "components.pipelined_llep.enabled=true",
         "components.pipelined_llep.chunk_tokens=100",
         "components.pipelined_llep.minimum_rows=1",
@@ -232,6 +233,8 @@ def test_a_rank_whose_experts_get_no_token_computes_half_of_the_others(starved: 
     assert_as_one(starved, "fsdp2_ep2_planned", two_ranks(starved, "fsdp2_ep2_planned"))
     for step in metrics(starved / "fsdp2_ep2_planned"):
         assert (step["llep/rank_load"], step["llep/planned_rank_load"]) == (2, 1)
+        # Outputs of the experts wait on the host too, as planned to the byte.
+        assert step["offload/sent_gib"] == 2 * step["offload/payload_gib"]
 
 
 def test_indexer_training_and_expert_load_on_two_ranks_equal_one(single: Path) -> None:
