@@ -118,8 +118,8 @@ class BalancedRoutedExperts(RoutedExperts):
             return agree(rule, tokens, group, ids.device, self.plan_rule.settings)
 
         if rule.max_chunks == 1:
-            # Whatever ranks hold, it is one chunk: only the settings are worth asking for, once.
-            # The asking rank and one with chunks meet in the same collective.
+            # Whatever ranks hold, it is one chunk: the settings are worth asking for, once. A rank
+            # that was told to cut asks in the same way, so they meet and see that they differ.
             if not self._agreed:
                 ask()
                 self._agreed = True

@@ -17,14 +17,14 @@ class Cut:
     rule: ChunkRule
 
     share: float = 1.0
-    """Rows that a rank computes over those that it sends, at most, in one chunk; with experts that
-    are not planned it may be anything, and is taken to be 1."""
+    """Rows of a layer that a rank computes over those that it sends, at most. With experts that are
+    not planned it may be anything, and is taken to be 1."""
 
     ahead: int = 0
     """Chunks whose rows are on their way while one is computed."""
 
     def computed_tokens(self, tokens: int) -> int:
-        """Tokens whose rows a rank computes in one chunk.
+        """Tokens whose rows a rank computes in one chunk that is routed like the layer.
 
         Args:
             tokens: of one rank.

@@ -49,6 +49,11 @@ LAYOUTS = {
     ],
     "ep2_planned": [*PLANNED, "debug.leak_guard=true"],
     "tensor2_ep2_planned_in_chunks": ["parallelism.tensor_parallel_degree=2", *PLANNED],
+    "context2_ep2_planned_in_chunks": [
+        "parallelism.context_parallel_degree=2",
+        "components.chunked_loss.num_chunks=4",
+        *PLANNED,
+    ],
     "ep2_planned_whole_in_no_chunks": [
         "parallelism.expert_parallel_degree=2",
         "components.llep.enabled=true",
