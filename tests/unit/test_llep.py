@@ -1,15 +1,17 @@
 """The components that plan experts' rows, on one rank: what they refuse, build, and say."""
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torchtitan.config.override import apply_overrides
 
 from components.core.base import Target
 from components.core.registry import enabled_components
 from components.expert_dispatch.balanced_experts import BalancedRoutedExperts
-from components.expert_dispatch.layer_plan import LayerLoad
+from components.expert_dispatch.layer_plan import LayerLoad, PlanRule
 from components.expert_dispatch.load_record import HEADLINES, SCALARS, LoadRecord
 from components.expert_dispatch.planned import PlannedExperts
 from components.titan.build import prepare
@@ -120,6 +122,19 @@ def test_memory_is_kept_outputs_foreign_weights_sums_and_rows(tmp_path: Path) ->
     recomputed = terms(steady(tmp_path, *LLEP, *RECOMPUTE))
     kept = "outputs of routed experts"
     assert recomputed == {kept: LAYERS * TOKENS * DIM * 2, **found}
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_rank_seldom_helps_with_more_experts_than_it_has(seed: int) -> None:
+    """What the memory terms take for granted; loads of 384 experts on 16 ranks, one of them hot."""
+    draw = torch.Generator().manual_seed(seed)
+    skew = (0.1, 0.3, 0.7, 1.0, 1.5)[seed]
+    weights = torch.exp(skew * torch.randn(384, generator=draw, dtype=torch.float64))
+    weights[:24] *= 4
+    loads = (weights / weights.sum() * 16 * 8192 * 8).long()
+    found = PlanRule().plan(loads, 16)
+    helped = Counter(move.helper for move in found.transfers)
+    assert found.transfers and max(helped.values()) <= 24
 
 
 def test_rows_are_those_of_a_chunk_and_of_the_next_on_its_way(tmp_path: Path) -> None:
