@@ -100,8 +100,9 @@ class RecipeTrainer(Trainer):
                 watched.enter_context(watcher.microbatch())
             # Detached: the graph, and what it still holds, ends here and not with the next pass.
             loss = super().forward_backward_step(**batch).detach()
-        for component in self.enabled:
-            component.after_microbatch(self)
+            # Watched as well: what components hold for the micro-batch is let go here.
+            for component in self.enabled:
+                component.after_microbatch(self)
         return loss
 
     def post_dataloading_process(

@@ -165,6 +165,13 @@ def test_kept_outputs_go_too_and_the_plan_is_exact(
         assert line["offload/boundaries_left"] == 0
 
 
+def test_the_leak_guard_knows_that_boundaries_go_with_their_micro_batch(
+    corpus: Path, tmp_path: Path
+) -> None:
+    train(tmp_path, [*settings(corpus, "moe"), *ON, STREAMS, "debug.leak_guard=true"])
+    assert all(line["offload/boundaries"] for line in metrics(tmp_path))
+
+
 def test_validation_passes_save_nothing(corpus: Path, tmp_path: Path) -> None:
     validation = ["validation.enabled=true", "validation.every=1", "validation.batches=2"]
     off = [*settings(corpus, "moe"), *validation]
