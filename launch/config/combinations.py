@@ -92,8 +92,8 @@ def _routing_profile(recipe: Recipe) -> Iterator[Problem]:
         return
     if recipe.parallelism.spmd_backend == "full_dtensor":
         message = (
-            f"{value} chooses experts on plain tensors, and parallelism.spmd_backend 'full_dtensor' "
-            "has router scores of another kind"
+            f"{value} chooses experts on plain tensors, and parallelism.spmd_backend "
+            "'full_dtensor' has router scores of another kind"
         )
         yield Problem(path, message, "use parallelism.spmd_backend=spmd_types, or null")
     problem = profile.problem(model.n_experts)
