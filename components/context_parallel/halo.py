@@ -62,7 +62,9 @@ class Halo:
             for piece in (before.get(p), x[rows])
             if piece is not None
         ]
-        return torch.cat(pieces)
+        # No rows, for a rank to which nothing comes: backward, in which all ranks exchange, must
+        # come here on every one.
+        return torch.cat([*pieces, arrived[:0]])
 
     def trim(self, extended: torch.Tensor) -> torch.Tensor:
         """Drop the rows that ``extend`` put in front."""

@@ -151,4 +151,5 @@ def _pulled(
     length = document.stop - document.start
     with torch.enable_grad():
         _, left = kernel(tensors[0][document], *rows, *shared, (length,), entered, carries=True)
+    assert left is not None
     return list(torch.autograd.grad(left, [*rows, *shared], pull))
