@@ -1,7 +1,9 @@
 """Rows between the ranks of a group, differentiable, with every byte counted.
 
-Ranks may hold different numbers of rows. Sums of gradients are taken in full precision and rounded
-once. All ranks make the same calls in the same order, in backward too.
+Ranks may hold different numbers of rows; in a gather and in a sum over ranks each then sends as
+many as the one with the most. Sums of gradients are taken in full precision and rounded once. All
+ranks make the same calls in the same order, in backward too: what a rank receives must be part of
+its graph even where it holds nothing.
 """
 
 import math
@@ -74,13 +76,16 @@ def collect(
     """
     if len(mine) < order.most:
         # Nobody reads the rows beyond, so they may hold anything.
-        padded = mine.new_empty(order.most, *mine.shape[1:])
-        padded[: len(mine)] = mine
-        mine = padded
+        longer = mine.new_empty(order.most, *mine.shape[1:])
+        longer[: len(mine)] = mine
+        mine = longer
     parts = mine.new_empty(link.size, *mine.shape)
     start_gather(parts, mine.contiguous(), link.group).wait()
     link.traffic.add(name, direction, (link.size - 1) * mine.nbytes)
-    return parts.flatten(0, 1)[order.padded_of_batch(mine.device)]
+    padded = parts.flatten(0, 1)
+    if order.in_order and order.even:
+        return padded
+    return padded[order.padded_of_batch(mine.device)]
 
 
 def sum_shares(
@@ -94,8 +99,10 @@ def sum_shares(
     Returns:
         (rows of this rank, ...) in the same dtype.
     """
-    parts = rows.new_zeros(link.size * order.most, *rows.shape[1:])
-    parts[order.padded_of_batch(rows.device)] = rows
+    parts = rows.contiguous()
+    if not (order.in_order and order.even):
+        parts = rows.new_zeros(link.size * order.most, *rows.shape[1:])
+        parts[order.padded_of_batch(rows.device)] = rows
     mine = rows.new_empty(order.most, *rows.shape[1:])
     start_sum(mine, parts, link.group).wait()
     link.traffic.add(name, direction, (link.size - 1) * mine.nbytes)
@@ -167,7 +174,7 @@ def _all_to_all(
 def exchange_rows(
     rows: torch.Tensor, send: Sequence[int], receive: Sequence[int], link: Link, name: str
 ) -> torch.Tensor:
-    """Send each rank some rows; differentiable.
+    """Send each rank some rows; differentiable. To neighbours alone: with zeros for the others.
 
     Args:
         rows: (sum of ``send``, ...), those for rank 0 first.
@@ -197,11 +204,15 @@ class _Reorder(torch.autograd.Function):
 
 def to_batch_order(packed: torch.Tensor, order: Order) -> torch.Tensor:
     """Rows of all ranks, one rank after the other, in the order of the batch; differentiable."""
+    if order.in_order:
+        return packed
     device = packed.device
     return _Reorder.apply(packed, order.packed_of_batch(device), order.batch_of_packed(device))
 
 
 def to_packed_order(batch: torch.Tensor, order: Order) -> torch.Tensor:
     """The inverse of ``to_batch_order``; differentiable."""
+    if order.in_order:
+        return batch
     device = batch.device
     return _Reorder.apply(batch, order.batch_of_packed(device), order.packed_of_batch(device))

@@ -1,7 +1,7 @@
 """The tokens just before a part that its short convolutions still see."""
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import lru_cache
 
 import torch
 
@@ -47,11 +47,11 @@ class Halo:
         layout = self.share.layout
         if not layout.crosses or self.reach == 0:
             return x
-        send = [self._leaving(rank) for rank in range(layout.ranks)]
-        index = torch.tensor([row for rows in send for row in rows], dtype=torch.int64)
-        counts = [len(rows) for rows in send]
+        leaving = [self._leaving(rank) for rank in range(layout.ranks)]
+        send = [sum(rows.stop - rows.start for rows in some) for some in leaving]
         receive = [sum(self._before(p) for p in self._arriving(r)) for r in range(layout.ranks)]
-        arrived = exchange_rows(x[index.to(x.device)], counts, receive, self.share.link, name)
+        sent = torch.cat([x[:0], *(x[rows] for some in leaving for rows in some)])
+        arrived = exchange_rows(sent, send, receive, self.share.link, name)
         order = [p for r in range(layout.ranks) for p in self._arriving(r)]
         sizes = [self._before(p) for p in order]
         before = dict(zip(order, arrived.split(sizes), strict=True))
@@ -74,20 +74,14 @@ class Halo:
         begins = [b + before for b, (before, _) in zip(ends, self._held, strict=False)]
         return torch.cat([extended[b:e] for b, e in zip(begins, ends[1:], strict=True)])
 
-    @cached_property
+    @property
     def documents(self) -> Documents:
         """Of the extended rows: what this rank has of a document counts as one of its own."""
         lengths: list[int] = []
         for before, part in self._held:
             first, *rest = part.lengths
             lengths += [before + first, *rest]
-        # Made on the host: the lengths are known, and asking the device for them would wait.
-        made, device = Documents.from_lengths(tuple(lengths)), self.share.device
-        return Documents(
-            made.position.to(device, non_blocking=True),
-            made.start.to(device, non_blocking=True),
-            made.lengths,
-        )
+        return _documents(tuple(lengths), self.share.device, torch.is_inference_mode_enabled())
 
     @property
     def _held(self) -> list[tuple[int, Piece]]:
@@ -104,13 +98,22 @@ class Halo:
         held = layout.held(self.share.rank)
         return [p for p in held if self._before(p) and layout.owners[p - 1] == source]
 
-    def _leaving(self, rank: int) -> list[int]:
+    def _leaving(self, rank: int) -> list[slice]:
         """Rows of this rank that ``rank`` needs, in the order of its parts."""
         layout = self.share.layout
         rows = dict(zip(layout.held(self.share.rank), self.share.rows, strict=True))
-        found: list[int] = []
-        for p in layout.held(rank):
-            if self._before(p) and p - 1 in rows:
-                stop = rows[p - 1].stop
-                found += range(stop - self._before(p), stop)
-        return found
+        return [
+            slice(rows[p - 1].stop - self._before(p), rows[p - 1].stop)
+            for p in layout.held(rank)
+            if self._before(p) and p - 1 in rows
+        ]
+
+
+@lru_cache(maxsize=4)
+def _documents(lengths: tuple[int, ...], device: torch.device, inference: bool) -> Documents:
+    """The same object for all layers of a step."""
+    # ``inference`` keeps the two kinds apart: autograd cannot save a tensor of inference mode.
+    # Made on the host: the lengths are known, and asking the device for them would wait.
+    made = Documents.from_lengths(lengths)
+    position, start = (t.to(device, non_blocking=True) for t in (made.position, made.start))
+    return Documents(position, start, lengths)

@@ -39,6 +39,16 @@ class Order:
         """Rows of the rank with the most."""
         return max(self.sizes)
 
+    @property
+    def in_order(self) -> bool:
+        """Whether packed rows are in the order of the batch."""
+        return list(self.owners) == sorted(self.owners)
+
+    @property
+    def even(self) -> bool:
+        """Whether all ranks have as many rows, so that padded rows are the packed ones."""
+        return self.sizes.count(self.most) == len(self.sizes)
+
     def index(self, rank: int, device: torch.device) -> torch.Tensor:
         """int64 (rows of ``rank``,): where its rows are in the batch."""
         begin = sum(self.sizes[:rank])

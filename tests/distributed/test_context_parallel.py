@@ -252,6 +252,25 @@ def mixers_in_a_row() -> None:
         assert_close(name, sums[name], grad, 1e-9)
 
 
+def groups_other_than_the_world() -> None:
+    """Groups of one rank, in which nothing is sent, and of every other rank."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    for step in {world, 2}:
+        groups = [dist.new_group(list(range(first, world, step))) for first in range(step)]
+        link, lengths = Link(groups[rank % step]), (20 + rank % step, 40, 29)
+        for kind in KINDS:
+            for method, run in METHODS.items():
+                share, module = share_of(lengths, kind, link), mixer(method)
+                x, pull = rows(sum(lengths), rank % step), rows(sum(lengths), 9)
+                out, grads = whole(module, lengths, x, pull)
+                run_share = lambda y, m=module, s=share, r=run: r(m, y, s)  # noqa: E731
+                found, sums = split(module, run_share, share, x, pull)
+                assert_close(method, found, out, 1e-12)
+                for name, grad in grads.items():
+                    assert_close(f"{method}, {name}", sums[name], grad, 1e-11)
+        assert (link.traffic.total() == 0) == (link.size == 1)
+
+
 def sent_bytes(method: str, lengths: tuple[int, ...], dtype: torch.dtype) -> dict[Any, int]:
     link = Link(dist.group.WORLD)
     share, module = share_of(lengths, "zigzag", link), mixer(method, dtype)
@@ -348,6 +367,7 @@ CHECKS = {
     "documents keep apart": documents_keep_apart,
     "pool gates that are not reordered show": gates_that_are_not_reordered_show,
     "mixers in a row": mixers_in_a_row,
+    "groups other than the world": groups_other_than_the_world,
     "bytes equal the formulas": volumes,
     "what does not fit is refused": refusals,
 }
