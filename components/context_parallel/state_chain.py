@@ -64,10 +64,11 @@ class StateChain:
         for part, gradient, matrix in zip(
             reversed(parts), reversed(own), reversed(all_maps), strict=True
         ):
-            # What this part's entering state gets is what the part before it has left.
+            # What enters this part is what the part before it left. Where nothing enters, no output
+            # depends on it, and the gradient is zero already.
             if passes_through(part):
                 gradient = torch.baddbmm(gradient, matrix.mT, pulls[-1])
-            pulls.append(gradient if part.continued else torch.zeros_like(gradient))
+            pulls.append(gradient)
         return self._own(pulls[::-1][1:])
 
     def _own(self, states: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -59,7 +59,12 @@ def mixer(method: str, dtype: torch.dtype = torch.float64) -> nn.Module:
         qk_head_dim=8, v_head_dim=8, index_n_heads=2, index_head_dim=INDEX, index_topk=16,
     )  # fmt: skip
     first, *_, last = model.build_spec().model.layers
-    return build((last if method == "dsa" else first).attention, dtype)
+    if method == "dsa":
+        return build(last.attention, dtype)
+    module = build(first.attention, dtype)
+    # Decays so slow that a state outlives several parts.
+    module.core.dt_bias.data -= 4
+    return module
 
 
 def rows(count: int, seed: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
@@ -145,6 +150,19 @@ def parity() -> None:
             for parameter, grad in grads.items():
                 assert_close(f"{name}, {parameter}", sums[parameter], grad, 1e-11)
                 assert (grad is None) == ("indexer" in parameter), parameter
+
+
+def states_outlive_parts() -> None:
+    """Or ``parity`` would not see whether they are passed on."""
+    lengths = BATCHES[dist.get_world_size()]["one document"]
+    module, x = mixer("kda state"), rows(sum(lengths), 0)
+    pull = torch.zeros_like(x)
+    # The last two parts of eight, or the last of four.
+    pull[-len(x) // 4 :] = 1
+    _, grads = whole(module, lengths, x, pull)
+    assert grads["x"] is not None
+    early, late = (grads["x"][some].norm().item() for some in (slice(8), slice(-8, None)))
+    assert early > 1e-3 * late, (early, late)
 
 
 def float32() -> None:
@@ -363,6 +381,7 @@ def refusals() -> None:
 
 CHECKS = {
     "outputs and every gradient equal one process": parity,
+    "states outlive parts": states_outlive_parts,
     "float32 loses no more than its rounding": float32,
     "documents keep apart": documents_keep_apart,
     "pool gates that are not reordered show": gates_that_are_not_reordered_show,
