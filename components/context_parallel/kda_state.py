@@ -20,6 +20,7 @@ from components.context_parallel.share import Share
 from components.context_parallel.state_chain import StateChain, passes_through
 from components.models.glm_flash.chunked.pieces import Piece
 from components.models.glm_flash.kda import KDA
+from components.recompute.tape import choice
 from kernels.precision import accumulation_dtype
 
 Kernel = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
@@ -74,16 +75,10 @@ class _EnteringStates(torch.autograd.Function):
         ctx: Any, share: Share, kernel: Kernel, *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         q, _, v = tensors[:3]
-        shape, dtype = (len(share.parts), *q.shape[1:]), accumulation_dtype(q.dtype)
-        offsets = q.new_zeros(*shape, v.shape[-1], dtype=dtype)
-        maps = q.new_zeros(*shape, q.shape[-1], dtype=dtype)
-        for number, (part, rows) in enumerate(zip(share.parts, share.rows, strict=True)):
-            if part.carries:
-                offset, matrix = _summary(kernel, part, _last(part, rows), tensors)
-                offsets[number] = offset
-                if matrix is not None:
-                    maps[number] = matrix
-        states = StateChain(share.layout, share.link).entering(offsets, maps)
+        # In a layer's second run these come from the tape, and nothing is computed or sent. They
+        # are small beside the output.
+        kept = choice(lambda: _states_and_maps(share, kernel, tensors))
+        states, maps = kept.split([v.shape[-1], q.shape[-1]], -1)
         ctx.save_for_backward(*tensors, states, maps)
         ctx.share, ctx.kernel = share, kernel
         return q.view_as(q), states
@@ -108,6 +103,23 @@ class _EnteringStates(torch.autograd.Function):
                 for total, grad in zip(grads[4:], found[4:], strict=True):
                     total += grad
         return None, None, grad_q, *grads
+
+
+def _states_and_maps(share: Share, kernel: Kernel, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The states that enter this rank's parts and, beside them, A of each part: (parts, H, dk,
+    dv + dk)."""
+    q, _, v = tensors[:3]
+    shape, dtype = (len(share.parts), *q.shape[1:]), accumulation_dtype(q.dtype)
+    offsets = q.new_zeros(*shape, v.shape[-1], dtype=dtype)
+    maps = q.new_zeros(*shape, q.shape[-1], dtype=dtype)
+    for number, (part, rows) in enumerate(zip(share.parts, share.rows, strict=True)):
+        if part.carries:
+            offset, matrix = _summary(kernel, part, _last(part, rows), tensors)
+            offsets[number] = offset
+            if matrix is not None:
+                maps[number] = matrix
+    states = StateChain(share.layout, share.link).entering(offsets, maps)
+    return torch.cat([states, maps], -1)
 
 
 def _last(part: Piece, rows: slice) -> slice:

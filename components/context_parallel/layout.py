@@ -7,6 +7,8 @@ from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import Literal, get_args
 
+import torch
+
 from components.context_parallel.order import Order
 from components.models.glm_flash.chunked.pieces import Piece
 from kernels.packed import bounds, check_lengths
@@ -69,6 +71,16 @@ class Layout:
         """Where each of a rank's parts is among its tokens."""
         ends = bounds(tuple(len(self.parts[p]) for p in self.held(rank)))
         return tuple(slice(begin, end) for begin, end in pairwise(ends))
+
+    def positions(self, rank: int) -> torch.Tensor:
+        """int64 (tokens of ``rank``,): distance from the first token of the document."""
+        starts = torch.tensor(bounds(self.lengths))[self.document_numbers(rank)]
+        return self.order.index(rank, starts.device) - starts
+
+    def document_numbers(self, rank: int) -> torch.Tensor:
+        """int64 (tokens of ``rank``,): which of the batch's documents a token belongs to."""
+        ends = torch.tensor(bounds(self.lengths)[1:])
+        return torch.searchsorted(ends, self.order.index(rank, ends.device), right=True)
 
     @cached_property
     def order(self) -> Order:

@@ -1,6 +1,6 @@
 """Mixers whose sequence is split over ranks against the same mixers in one process."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from components.context_parallel import dsa
 from components.context_parallel.collectives import Link, collect
@@ -19,108 +21,30 @@ from components.context_parallel.layout import KINDS, cut_batch
 from components.context_parallel.share import Share
 from components.models.glm_flash.documents import Documents
 from components.models.glm_flash.indexer import Indexer
+from components.recompute.layer import RecomputedLayer
 from kernels.dsa.pooling import pool_keys
+from tests.distributed.context_parallel_support import (
+    BATCHES,
+    DIM,
+    HEAD,
+    HEADS,
+    INDEX,
+    METHODS,
+    RANK,
+    Residual,
+    assert_close,
+    differentiate,
+    mixer,
+    rows,
+    share_of,
+    split,
+    whole,
+)
 from tests.distributed.spawn import run_ranks
 from tests.unit.chunked_support import build
 from tests.unit.models_support import tiny_glm
 
 pytestmark = pytest.mark.distributed
-
-DIM, HEADS, HEAD, RANK, INDEX = 32, 4, 16, 8, 8
-Method = Callable[[Any, torch.Tensor, Share], torch.Tensor]
-METHODS: dict[str, Method] = {
-    "kda hidden": kda_hidden,
-    "kda projections": kda_projections,
-    "kda state": kda_state,
-    "dsa": sparse_mla_shared,
-}
-# Lengths by number of ranks. Zigzag cuts every 24 tokens, or every 16.
-BATCHES = {
-    2: {
-        "documents over every cut": (30, 33, 33),
-        "one document": (96,),
-        "shorter than a share": (5, 61, 30),
-        "ragged total": (1, 41, 2, 50, 7),
-        "cut between documents": (24, 24, 24, 24),
-    },
-    4: {
-        "documents over every cut": (45, 50, 33),
-        "one document": (128,),
-        "shorter than a share": (5, 90, 3, 1, 29),
-        "ragged total": (1, 70, 2, 58, 5),
-    },
-}
-
-
-def mixer(method: str, dtype: torch.dtype = torch.float64) -> nn.Module:
-    """The model's own module, random weights, its indexer frozen."""
-    model = tiny_glm(
-        dim=DIM, kda_heads=HEADS, kda_head_dim=HEAD, n_heads=2, q_lora_rank=16, kv_lora_rank=RANK,
-        qk_head_dim=8, v_head_dim=8, index_n_heads=2, index_head_dim=INDEX, index_topk=16,
-    )  # fmt: skip
-    first, *_, last = model.build_spec().model.layers
-    if method == "dsa":
-        return build(last.attention, dtype)
-    module = build(first.attention, dtype)
-    # Decays so slow that a state outlives several parts.
-    module.core.dt_bias.data -= 4
-    return module
-
-
-def rows(count: int, seed: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(count, DIM, generator=generator, dtype=torch.float64).to(dtype)
-
-
-def share_of(lengths: tuple[int, ...], kind: str, link: Link) -> Share:
-    layout = cut_batch(lengths, link.size, kind)
-    return Share(layout, Documents.from_lengths(lengths), link)
-
-
-def whole(
-    module: nn.Module, lengths: tuple[int, ...], x: torch.Tensor, pull: torch.Tensor
-) -> tuple[torch.Tensor, dict[str, torch.Tensor | None]]:
-    """One process: the output, and gradients of the input ("x") and of every parameter."""
-    documents = Documents.from_lengths(lengths)
-    return differentiate(module, lambda y: module(y.unsqueeze(0), documents).squeeze(0), x, pull)
-
-
-def split(
-    module: nn.Module, run: Callable[[torch.Tensor], torch.Tensor], share: Share,
-    x: torch.Tensor, pull: torch.Tensor,
-) -> tuple[torch.Tensor, dict[str, torch.Tensor | None]]:  # fmt: skip
-    """The same from all ranks: rows in the order of the batch, parameters' gradients summed."""
-    out, grads = differentiate(module, run, share.take(x), share.take(pull))
-    order = share.layout.order
-    found: dict[str, torch.Tensor | None] = {}
-    for name, grad in grads.items():
-        if grad is not None and name == "x":
-            grad = collect(grad, order, share.link, "test")
-        elif grad is not None:
-            dist.all_reduce(grad, group=share.link.group)
-        found[name] = grad
-    return collect(out, order, share.link, "test"), found
-
-
-def differentiate(
-    module: nn.Module, run: Callable[[torch.Tensor], torch.Tensor],
-    x: torch.Tensor, pull: torch.Tensor,
-) -> tuple[torch.Tensor, dict[str, torch.Tensor | None]]:  # fmt: skip
-    module.zero_grad(set_to_none=True)
-    x = x.clone().requires_grad_()
-    out = run(x)
-    out.backward(pull)
-    grads = {n: p.grad for n, p in module.named_parameters()}
-    return out.detach(), {"x": x.grad, **grads}
-
-
-def assert_close(name: str, found: Any, wanted: Any, share: float) -> None:
-    """Within ``share`` of the largest element, or of 1 if that is larger."""
-    if found is None or wanted is None:
-        assert found is wanted, name
-        return
-    error = (found.double() - wanted.double()).abs().max().item()
-    assert error <= share * max(wanted.abs().max().item(), 1), f"{name}: off by {error:.1e}"
 
 
 def every_case() -> Iterator[tuple[str, str, tuple[int, ...], str]]:
@@ -270,6 +194,47 @@ def mixers_in_a_row() -> None:
         assert_close(name, sums[name], grad, 1e-9)
 
 
+def fsdp_and_recompute() -> None:
+    """FSDP sums the ranks' shares of gradients; a second forward in backward keeps the order."""
+    link = Link(dist.group.WORLD)
+    lengths = BATCHES[link.size]["shorter than a share"]
+    plain = nn.ModuleList(Residual(method) for method in METHODS)
+    share, documents = share_of(lengths, "zigzag", link), Documents.from_lengths(lengths)
+    x, pull = rows(sum(lengths), 0), rows(sum(lengths), 1)
+
+    def together(y: torch.Tensor) -> torch.Tensor:
+        for layer in plain:
+            y = y + layer.mixer(y.unsqueeze(0), documents).squeeze(0)
+        return y
+
+    out, grads = differentiate(plain, together, x, pull)
+    layers = nn.ModuleList(RecomputedLayer(Residual(method)) for method in METHODS)
+    mesh = init_device_mesh("cpu", (link.size,))
+    for layer in layers:
+        fully_shard(layer, mesh=mesh)
+        # As torchtitan does: the loss is divided by all ranks' tokens already.
+        layer.set_gradient_divide_factor(1.0)
+        layer.set_force_sum_reduction_for_comms(True)
+
+    def apart(y: torch.Tensor) -> torch.Tensor:
+        for layer in layers:
+            y = layer(y, share)
+        return y
+
+    found, sums = differentiate(layers, apart, share.take(x), share.take(pull))
+    assert_close("output", found, share.take(out), 1e-11)
+    assert_close("x", sums["x"], share.take(grads["x"]), 1e-9)
+    for name, grad in grads.items():
+        if name != "x" and grad is not None:
+            place, _, rest = name.partition(".")
+            sharded = layers[int(place)].get_parameter(f"_checkpoint_wrapped_module.{rest}").grad
+            assert_close(name, sharded.full_tensor(), grad, 1e-9)
+    # States were passed on once; hidden states were gathered again.
+    sent = link.traffic.sent
+    assert sent["kda.states", "forward"] == sent["kda.states", "backward"]
+    assert sent["kda.hidden", "forward"] == 2 * sent["kda.hidden", "backward"]
+
+
 def groups_other_than_the_world() -> None:
     """Groups of one rank, in which nothing is sent, and of every other rank."""
     world, rank = dist.get_world_size(), dist.get_rank()
@@ -386,6 +351,7 @@ CHECKS = {
     "documents keep apart": documents_keep_apart,
     "pool gates that are not reordered show": gates_that_are_not_reordered_show,
     "mixers in a row": mixers_in_a_row,
+    "FSDP and recompute": fsdp_and_recompute,
     "groups other than the world": groups_other_than_the_world,
     "bytes equal the formulas": volumes,
     "what does not fit is refused": refusals,

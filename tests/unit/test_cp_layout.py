@@ -63,6 +63,17 @@ def test_parts_are_cut_at_pools_and_know_their_documents(lengths, ranks, kind):
 
 
 @cuts
+def test_tokens_know_their_documents(lengths, ranks, kind):
+    layout, tokens = cut_batch(lengths, ranks, kind), document_and_position(lengths)
+    for rank in range(ranks):
+        mine = [tokens[t] for t in layout.order.index(rank, CPU).tolist()]
+        found = zip(layout.document_numbers(rank), layout.positions(rank), strict=True)
+        assert [(int(d), int(p)) for d, p in found] == mine
+        fragments = layout.fragments(rank)
+        assert sum(fragments) == len(mine) and min(fragments) > 0
+
+
+@cuts
 def test_shares_differ_by_less_than_an_alignment_per_cut(lengths, ranks, kind):
     layout = cut_batch(lengths, ranks, kind)
     each = len(layout.parts) // ranks
