@@ -82,15 +82,16 @@ def split(
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor | None]]:  # fmt: skip
     """The same from all ranks: rows in the order of the batch, parameters' gradients summed."""
     out, grads = differentiate(module, run, share.take(x), share.take(pull))
-    order = share.layout.order
-    found: dict[str, torch.Tensor | None] = {}
-    for name, grad in grads.items():
-        if grad is not None and name == "x":
-            grad = collect(grad, order, share.link, "test")
-        elif grad is not None:
-            dist.all_reduce(grad, group=share.link.group)
-        found[name] = grad
-    return collect(out, order, share.link, "test"), found
+    parameters = {n: g for n, g in grads.items() if g is not None and n != "x"}
+    # In one message: that is quicker than one for each.
+    flat = torch.cat([g.flatten() for g in parameters.values()])
+    dist.all_reduce(flat, group=share.link.group)
+    parts = flat.split([g.numel() for g in parameters.values()])
+    sums = {n: f.view_as(g) for (n, g), f in zip(parameters.items(), parts, strict=True)}
+    assert grads["x"] is not None
+    both = torch.cat([out, grads["x"]], -1)
+    out, grad_x = collect(both, share.layout.order, share.link, "test").split(DIM, -1)
+    return out, {n: sums.get(n) for n in grads} | {"x": grad_x}
 
 
 def differentiate(

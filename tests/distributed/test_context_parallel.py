@@ -19,6 +19,7 @@ from components.context_parallel.kda_heads import kda_hidden, kda_projections
 from components.context_parallel.kda_state import kda_state
 from components.context_parallel.layout import KINDS, cut_batch
 from components.context_parallel.share import Share
+from components.context_parallel.volume import EXCHANGES, Volume, dsa_volume, kda_volume
 from components.models.glm_flash.documents import Documents
 from components.models.glm_flash.indexer import Indexer
 from components.recompute.layer import RecomputedLayer
@@ -56,12 +57,12 @@ def every_case() -> Iterator[tuple[str, str, tuple[int, ...], str]]:
 
 
 def parity() -> None:
-    """Outputs and every gradient; in the last case of a batch with one rank's tokens masked."""
+    """Outputs and every gradient; for one batch also where all tokens of a rank are masked."""
     link = Link(dist.group.WORLD)
     for name, method, lengths, kind in every_case():
         share, module = share_of(lengths, kind, link), mixer(method)
         x, pull = rows(sum(lengths), 0), rows(sum(lengths), 1)
-        for masked in (False, True):
+        for masked in (False, True) if "every cut" in name else (False,):
             if masked:
                 # As labels that are ignored do it: nothing pulls at these outputs.
                 pull[share.layout.order.index(1, pull.device)] = 0
@@ -262,46 +263,38 @@ def sent_bytes(method: str, lengths: tuple[int, ...], dtype: torch.dtype) -> dic
     return dict(link.traffic.sent)
 
 
+def by_direction(sent: dict[Any, int], without: str = "") -> Volume:
+    return Volume(
+        *(sum(n for (name, d), n in sent.items() if d == direction and name != without)
+          for direction in ("forward", "backward"))
+    )  # fmt: skip
+
+
 def volumes() -> None:
-    """Bytes by name and direction equal the formulas, for equal shares."""
-    count = dist.get_world_size()
+    """Bytes in either direction equal the formulas, for equal shares; halos by themselves."""
+    count, rank = dist.get_world_size(), dist.get_rank()
     lengths, own = (48 * count,), 48
-    others, width = count - 1, HEADS * HEAD
     for dtype in (torch.float32, torch.bfloat16):
         e = dtype.itemsize
-        outputs = own * width * e * others // count
-        assert sent_bytes("kda hidden", lengths, dtype) == {
-            ("kda.hidden", "forward"): own * DIM * e * others,
-            ("kda.hidden", "backward"): own * DIM * 4 * others,
-            ("kda.outputs", "forward"): outputs,
-            ("kda.outputs", "backward"): outputs,
-        }
-        inputs = own * (4 * width + HEADS) * e * others // count
-        assert sent_bytes("kda projections", lengths, dtype) == {
-            ("kda.projections", "forward"): inputs,
-            ("kda.projections", "backward"): inputs,
-            ("kda.outputs", "forward"): outputs,
-            ("kda.outputs", "backward"): outputs,
-        }
-        states = 2 * HEADS * HEAD * (HEAD + HEAD) * 4 * others
-        halo = 3 * DIM * e
-        rank = dist.get_rank()
+        for exchange in EXCHANGES:
+            sent = sent_bytes(f"kda {exchange}", lengths, dtype)
+            expected = kda_volume(
+                exchange, tokens=own, ranks=count, dim=DIM, heads=HEADS, head_dim=HEAD,
+                element_size=e,
+            )  # fmt: skip
+            assert by_direction(sent, without="kda.halo") == expected, exchange
         owners = cut_batch(lengths, count, "zigzag").owners
+        sent = sent_bytes("kda state", lengths, dtype)
         # To whom a part's last tokens go, and from whom its own first ones came.
         sends = sum(a == rank != b for a, b in zip(owners, owners[1:], strict=False))
         receives = sum(b == rank != a for a, b in zip(owners, owners[1:], strict=False))
-        assert sent_bytes("kda state", lengths, dtype) == {
-            ("kda.states", "forward"): states,
-            ("kda.states", "backward"): states,
-            ("kda.halo", "forward"): sends * halo,
-            ("kda.halo", "backward"): receives * halo,
-        }
-        assert sent_bytes("dsa", lengths, dtype) == {
-            ("dsa.latent", "forward"): own * RANK * e * others,
-            ("dsa.index_keys", "forward"): own // 4 * INDEX * e * others,
-            ("dsa.latent", "backward"): own * RANK * e * others,
-            ("dsa.latent_gradient", "backward"): own * RANK * 4 * others,
-        }
+        assert sent["kda.halo", "forward"] == sends * 3 * DIM * e
+        assert sent["kda.halo", "backward"] == receives * 3 * DIM * e
+        sent = sent_bytes("dsa", lengths, dtype)
+        assert by_direction(sent) == dsa_volume(
+            tokens=own, ranks=count, kv_rank=RANK, index_dim=INDEX, pool=4, element_size=e
+        )
+        assert sent["dsa.index_keys", "forward"] == own // 4 * INDEX * e * (count - 1)
     assert not sent_bytes("kda state", (24,) * (2 * count), torch.float32)
     check_ratio(count, lengths)
 
