@@ -33,6 +33,8 @@ BATCHES = {
         "shorter than a share": (5, 61, 30),
         "ragged total": (1, 41, 2, 50, 7),
         "cut between documents": (24, 24, 24, 24),
+        "no pool on one rank": (1,) * 50 + (46,),
+        "no pool at all": (1, 2, 3) * 16,
     },
     4: {
         "documents over every cut": (45, 50, 33),
