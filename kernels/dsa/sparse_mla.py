@@ -33,11 +33,12 @@ class _SparseMla(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        _, latent, *_ = ctx.saved_tensors
+        # Once: a recomputed layer gives them out once.
+        tensors = ctx.saved_tensors
         grad_q, grad_latent, grad_kv_b = attend_backward(
-            grad_out, *ctx.saved_tensors, size=ctx.size, scale=ctx.scale
+            grad_out, *tensors, size=ctx.size, scale=ctx.scale
         )
-        return grad_q, grad_latent.to(latent.dtype), grad_kv_b, *(None,) * 5
+        return grad_q, grad_latent.to(tensors[1].dtype), grad_kv_b, *(None,) * 5
 
 
 def attend(
