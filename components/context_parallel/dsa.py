@@ -22,7 +22,7 @@ from kernels.dsa.pooling import find_pools
 from kernels.dsa.sparse_mla import attend, attend_backward
 
 
-def sparse_mla_shared(module: SparseMLA, x: torch.Tensor, share: Share) -> torch.Tensor:
+def dsa_gathered(module: SparseMLA, x: torch.Tensor, share: Share) -> torch.Tensor:
     """``module`` on this rank's tokens; the same pools and outputs as by one process.
 
     Each parameter's gradient is this rank's share. The attention is the plain one of

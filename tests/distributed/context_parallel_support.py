@@ -8,7 +8,7 @@ import torch.distributed as dist
 import torch.nn as nn
 
 from components.context_parallel.collectives import Link, collect
-from components.context_parallel.dsa import sparse_mla_shared
+from components.context_parallel.dsa import dsa_gathered
 from components.context_parallel.kda_heads import kda_hidden, kda_projections
 from components.context_parallel.kda_state import kda_state
 from components.context_parallel.layout import cut_batch
@@ -23,7 +23,7 @@ METHODS: dict[str, Method] = {
     "kda hidden": kda_hidden,
     "kda projections": kda_projections,
     "kda state": kda_state,
-    "dsa": sparse_mla_shared,
+    "dsa": dsa_gathered,
 }
 # Lengths by number of ranks. Zigzag cuts every 24 tokens, or every 16.
 BATCHES = {

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 
 from components.context_parallel import dsa
 from components.context_parallel.collectives import Link, collect
-from components.context_parallel.dsa import sparse_mla_shared
+from components.context_parallel.dsa import dsa_gathered
 from components.context_parallel.kda_heads import kda_hidden, kda_projections
 from components.context_parallel.kda_state import kda_state
 from components.context_parallel.layout import KINDS, cut_batch
@@ -158,7 +158,7 @@ def gates_that_are_not_reordered_show() -> None:
         share = share_of(lengths, kind, link)
         dsa.pooled_keys = gates_in_the_order_of_ranks
         try:
-            found, _ = split(module, lambda y, s=share: sparse_mla_shared(module, y, s), share, x,
+            found, _ = split(module, lambda y, s=share: dsa_gathered(module, y, s), share, x,
                              pull)  # fmt: skip
         finally:
             dsa.pooled_keys = right
@@ -325,7 +325,7 @@ def refusals() -> None:
             run(module, rows(48, 0), share)
     layout, documents = cut_batch((48 * count,), count, align=2), share.documents
     with pytest.raises(ValueError, match="pools of 4 .* legal: multiples of 4"):
-        sparse_mla_shared(mixer("dsa"), rows(48, 0), Share(layout, documents, link))
+        dsa_gathered(mixer("dsa"), rows(48, 0), Share(layout, documents, link))
     layout = cut_batch((4 * count,), count, "contiguous", align=1)
     short = Share(layout, Documents.from_lengths((4 * count,)), link)
     wide = build(tiny_glm(dim=DIM, conv_kernel=6).build_spec().model.layers[0].attention)
