@@ -143,7 +143,9 @@ def compare(family: str, lengths: tuple[int, ...], draw: Routing) -> None:
             limit = 1e-12 if family == "glm" else 1.2e-2
             assert_close(found[name], gradient, limit, f"{name} of {what}")
         check_plan(plans[0], lengths)
-        assert experts.latest == plans[0].load()
+        copied = sum(parameter.nbytes for parameter in experts.parameters()) // EXPERTS
+        sizes = DIM * x.itemsize, copied * len(lengths)
+        assert experts.latest == plans[0].load(*sizes)
 
 
 def check_plan(layer: LayerPlan, lengths: tuple[int, ...]) -> None:
@@ -335,9 +337,31 @@ def check_memory() -> None:
 
 
 def check_disagreement() -> None:
-    experts = planned("glm", chunk_tokens=CHUNK + dist.get_rank() % 2, max_chunks=64)
-    with pytest.raises(DisagreementError, match="different settings"):
-        run(experts, rows(9, 0), *routing(9))
+    """Before anything is sent, on every rank; each kind of setting, also of one chunk only."""
+    odd = dist.get_rank() % 2
+    several = {"chunk_tokens": CHUNK, "max_chunks": 64}
+    forms: list[tuple[dict[str, Any], str]] = [
+        (several | {"chunk_tokens": CHUNK + odd}, "chunk_tokens 9"),
+        (several | {"minimum_rows": 1 + odd}, "minimum_rows 2"),
+        ({"capacity_factor": 1.0 + odd * 2**-52}, "capacity_factor 1.0000000000000002"),
+        ({"threshold": 1 + odd * 0.5}, "threshold 1.5"),
+        (several if odd else {}, "chunk_tokens 8, max_chunks 64"),
+    ]
+    for form, says in forms:
+        experts = planned("glm", **({"capacity_factor": 1.0} | form))
+        with pytest.raises(DisagreementError, match=f"different settings.* ranks? 1.*: .*{says}"):
+            run(experts, rows(9, 0), *routing(9))
+
+
+def check_questions() -> None:
+    """Of one chunk, ranks compare their settings once; of several, their tokens every time."""
+    x, given = rows(9, 0), routing(9)
+    for form, asked in (({}, 1), ({"chunk_tokens": CHUNK, "max_chunks": 64}, 3)):
+        experts, calls = planned("glm", **({"threshold": 1.0} | form)), []
+        with counted(module, "agree", calls):
+            for _ in range(3):
+                run(experts, x, *given)
+        assert len(calls) == asked
 
 
 def all_comparisons() -> None:
@@ -354,6 +378,7 @@ def all_comparisons() -> None:
     check_frozen()
     check_memory()
     check_disagreement()
+    check_questions()
     dist.destroy_process_group()
 
 

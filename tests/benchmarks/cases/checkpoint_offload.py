@@ -86,7 +86,7 @@ def reference(inputs: Inputs) -> Outputs:
 
 def tolerance(size: Size) -> dict[str, float]:
     """In bfloat16 the hidden states are rounded after every layer, and so are their gradients."""
-    limit = 1e-5 if size.dtype == "float32" else 3e-2
+    limit = 1e-5 if size.dtype == "float32" else 5e-2
     return dict.fromkeys(("out", "dhidden", "dup", "ddown"), limit)
 
 
