@@ -89,6 +89,13 @@ class PipelinedLlep(PlannedExperts):
 
     def check(self, recipe: "Recipe", target: Target) -> Iterator[Problem]:
         yield from PlannedExperts.check(self, recipe, target)
+        if self.config.kept_chunks and recipe.components.layer_recompute.enabled:
+            yield Problem(
+                f"{self.path}.kept_chunks",
+                f"{self.config.kept_chunks} keeps products in every layer, which "
+                "components.layer_recompute is there to avoid",
+                "use 0, or components.layer_recompute.enabled=false",
+            )
         tokens, training = routed_tokens(recipe), recipe.training
         if recipe.model.n_experts is not None and self.config.chunk_tokens >= tokens:
             yield Problem(

@@ -156,7 +156,7 @@ def traffic(
     )
     splits = [chunk.splits for chunk in layer.chunks]
     apart = sum(splits) * (1 - torch.eye(ranks, dtype=torch.int64))
-    load = layer.load()
+    load = layer.load(row_bytes=shape.dim * _BYTES, expert_bytes=shape.expert_bytes)
     return Traffic(
         chunks=len(splits),
         before=load.before,

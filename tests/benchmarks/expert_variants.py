@@ -5,6 +5,7 @@ Choose the device (``components.titan.device.use_device``) before importing this
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -71,7 +72,9 @@ def _llep(config: RoutedExperts.Config, shape: Shape) -> RoutedExperts.Config:
     return balanced_experts(config, **settings)
 
 
-def _pipelined(config: RoutedExperts.Config, shape: Shape) -> RoutedExperts.Config:
+def _pipelined(
+    config: RoutedExperts.Config, shape: Shape, **more: int | bool
+) -> RoutedExperts.Config:
     return balanced_experts(
         config,
         capacity_factor=1.0,
@@ -80,6 +83,7 @@ def _pipelined(config: RoutedExperts.Config, shape: Shape) -> RoutedExperts.Conf
         chunk_tokens=shape.chunk_tokens,
         max_chunks=shape.chunks,
         membership="strided",
+        **more,
     )
 
 
@@ -103,8 +107,21 @@ VARIANTS = (
         recomputed=True,
     ),
     Variant(name="llep", role="ours", change=_llep, planned=True),
-    Variant(
-        name="pipelined", role="ours", change=_pipelined, planned=True, chunked=True, whole=False
+    *(
+        Variant(
+            name=name,
+            role="ours",
+            change=partial(_pipelined, **more),
+            planned=True,
+            chunked=True,
+            whole=False,
+        )
+        for name, more in (
+            ("pipelined", {}),
+            ("pipelined_rounded", {"rounded_sums": True}),
+            ("pipelined_kept", {"rounded_sums": True, "kept_chunks": 2}),
+            ("pipelined_all_kept", {"kept_chunks": 64}),
+        )
     ),
     Variant(name="chunked", role="ours", change=_chunked, chunked=True, whole=False),
 )

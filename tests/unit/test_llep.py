@@ -30,6 +30,7 @@ from tests.unit.config_support import (
 EP = ["hardware.ranks=2", "parallelism.expert_parallel_degree=2"]
 LLEP = ["components.llep.enabled=true"]
 PIPELINED = ["components.pipelined_llep.enabled=true", "components.pipelined_llep.chunk_tokens=1k"]
+KEPT_AND_ROUNDED = ["kept_chunks=2", "rounded_sums=true"]
 RECOMPUTE = ["components.layer_recompute.enabled=true"]
 TARGET = Target("cuda", 2)
 TOKENS, DIM, INNER, EXPERTS, TOP_K, LAYERS = 4096, 64, 64, 8, 2, 4
@@ -88,6 +89,8 @@ def test_known_experts_pass(given: list[str]) -> None:
 @pytest.mark.parametrize("enabled", [LLEP, PIPELINED], ids=["whole", "chunks"])
 def test_every_layers_experts_get_the_settings(enabled: list[str], tmp_path: Path) -> None:
     name = enabled[0].split(".")[1]
+    if name == "pipelined_llep":
+        enabled = [*enabled, *(f"components.{name}.{key}" for key in KEPT_AND_ROUNDED)]
     numbers = {"capacity_factor": 1.25, "minimum_rows": 7, "threshold": 1.5}
     recipe = steady(
         tmp_path, *enabled, *(f"components.{name}.{key}={value}" for key, value in numbers.items())
@@ -96,8 +99,10 @@ def test_every_layers_experts_get_the_settings(enabled: list[str], tmp_path: Pat
     apply_overrides(config.override, config)
     found = [experts for _, experts, *_ in config.traverse(BalancedRoutedExperts.Config)]
     assert len(found) == LAYERS
-    chunks = {"chunk_tokens": None, "max_chunks": 1} if name == "llep" else {
-        "chunk_tokens": 1024, "max_chunks": 10, "membership": "strided"}  # fmt: skip
+    chunks = {"chunk_tokens": None, "max_chunks": 1, "kept_chunks": 0, "rounded_sums": False}
+    if name == "pipelined_llep":
+        chunks = {"chunk_tokens": 1024, "max_chunks": 10, "membership": "strided"}
+        chunks |= {"kept_chunks": 2, "rounded_sums": True}
     for experts in found:
         assert {key: getattr(experts, key) for key in numbers} == numbers
         assert {key: getattr(experts, key) for key in chunks} == chunks
@@ -115,8 +120,8 @@ def test_memory_is_kept_outputs_foreign_weights_sums_and_rows(tmp_path: Path) ->
     rows = TOP_K * -(-TOKENS * 13 // 10)
     assert found == {
         "weights of experts that a rank helps with": 2 * own,
-        "float32 sums of one layer's expert gradients": 4 * (2 * own + own // 3),
-        "rows of experts": rows * (6 * DIM + 7 * INNER) * 2,
+        "sums of one layer's expert gradients": 2 * (2 * own) + 4 * 2 * (own // 3),
+        "rows of experts": rows * (7 * DIM + 3 * INNER) * 2,
     }
     # These experts are the whole sub-layer, whose output is kept once per layer.
     recomputed = terms(steady(tmp_path, *LLEP, *RECOMPUTE))
@@ -143,7 +148,21 @@ def test_rows_are_those_of_a_chunk_and_of_the_next_on_its_way(tmp_path: Path) ->
         given = [f"components.pipelined_llep.{setting}" for setting in settings]
         rows = TOP_K * -(-int(chunk * share * 10) // 10)
         found = terms(steady(tmp_path, *PIPELINED, *given))["rows of experts"]
-        assert found == pytest.approx(rows * (8 * DIM + 7 * INNER) * 2, rel=1e-3)
+        assert found == pytest.approx(rows * (9 * DIM + 3 * INNER) * 2, rel=1e-3)
+
+
+def test_sums_of_several_chunks_are_float32_unless_rounded_and_kept_products_count(
+    tmp_path: Path,
+) -> None:
+    own, name = EXPERT * EXPERTS // 2, "sums of one layer's expert gradients"
+    home = 4 * 2 * (own // 3)
+    full = terms(steady(tmp_path, *PIPELINED))
+    given = (f"components.pipelined_llep.{key}" for key in KEPT_AND_ROUNDED)
+    less = terms(steady(tmp_path, *PIPELINED, *given))
+    assert full[name] == 4 * 2 * own + home and less[name] == 2 * 2 * own + home
+    rows = TOP_K * 2 * -(-1024 * 13 // 10)
+    assert less["gate and up of kept chunks"] == LAYERS * rows * 2 * INNER * 2
+    assert "gate and up of kept chunks" not in full
 
 
 def test_a_model_that_knows_its_working_set_counts_the_rows_there() -> None:
@@ -160,13 +179,20 @@ def test_a_model_that_knows_its_working_set_counts_the_rows_there() -> None:
 
     stock, whole, chunks = of(*off), of(*off, *LLEP), of()
     assert not any("rows" in name for found, _ in (whole, chunks) for name in found)
+    sums = "sums of one layer's expert gradients, in its backward"
+    assert chunks[0].pop(sums) > whole[0].pop(sums)
     assert whole[0] == chunks[0]
     assert chunks[1] < 0.6 * min(stock[1], whole[1])
 
 
 def test_make_check_shows_it(tmp_path: Path) -> None:
     shown = summarise(steady(tmp_path, *PIPELINED, *RECOMPUTE), TARGET)
-    for words in ("kept for recomputed layers", "helps with", "float32 sums", "rows of experts"):
+    for words in (
+        "kept for recomputed layers",
+        "helps with",
+        "sums of one layer",
+        "rows of experts",
+    ):
         assert words in shown
 
 
