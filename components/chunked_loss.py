@@ -8,6 +8,7 @@ from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
 
 from components.core.base import Component, Target
 from components.core.problems import Problem
+from components.titan.padded_loss import PaddedChunkedLoss
 from components.titan.plan import RunPlan
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ class ChunkedLoss(Component):
         chunks = self.config.num_chunks
         cp = recipe.parallelism.context_parallel_degree
         local = recipe.training.seq_len // cp
-        if local % chunks:
+        if local % chunks and not recipe.components.context_parallel.enabled:
             legal = [n for n in range(2, min(local, 64) + 1) if local % n == 0]
             yield Problem(
                 f"{self.path}.num_chunks",
@@ -60,7 +61,10 @@ class ChunkedLoss(Component):
             )
 
     def apply(self, plan: RunPlan) -> None:
-        loss = ChunkedLossWrapper.Config(
+        # Shares of a batch that is cut between documents differ by a few tokens.
+        uneven = plan.recipe.components.context_parallel.enabled
+        kind = PaddedChunkedLoss if uneven else ChunkedLossWrapper
+        loss = kind.Config(
             num_chunks=self.config.num_chunks,
             loss_fn=CrossEntropyLoss.Config(global_vocab_size=plan.recipe.model.vocab_size),
         )

@@ -24,6 +24,7 @@ def summarise(recipe: Recipe, target: Target) -> str:
         ("mesh", _mesh(recipe, target.ranks)),
         ("batch", _batch(recipe, target.ranks)),
         *(("memory", _term(term)) for term in terms),
+        *(("traffic", line) for line in _traffic(recipe, target)),
         ("components", _components(recipe)),
         ("result", _result(terms, target)),
     ]
@@ -72,6 +73,11 @@ def _activations(recipe: Recipe, target: Target) -> list[MemoryTerm]:
     temporary = MemoryTerm("temporary tensors of one layer's backward", passing, note="at most")
     inside = MemoryTerm("activations inside all layers, kept for backward", sum(kept))
     return [inside, _larger(temporary, loss)]
+
+
+def _traffic(recipe: Recipe, target: Target) -> list[str]:
+    enabled = enabled_components(recipe.components)
+    return [line for component in enabled for line in component.traffic(recipe, target)]
 
 
 def _larger(first: MemoryTerm, second: MemoryTerm) -> MemoryTerm:

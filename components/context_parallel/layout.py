@@ -152,6 +152,14 @@ def cut_batch(
     return Layout(lengths, ranks, kind, align, parts)
 
 
+def most_above_mean(kind: Kind, align: int) -> int:
+    """Tokens that a rank may have more than the others on average, at most.
+
+    Both ends of a part may have been moved, by half of ``align``; the mean is a whole number.
+    """
+    return (2 if kind == "zigzag" else 1) * 2 * (align // 2)
+
+
 def _document(token: int, begins: list[int]) -> int:
     return bisect_right(begins, token) - 1
 

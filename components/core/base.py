@@ -1,9 +1,9 @@
 """What a memory technique is: one class holding everything the project knows about it.
 
-To add a technique, write one module in ``components/`` with one ``Component`` subclass. Nothing
-else needs editing: the class is found there, its settings appear in every recipe's schema under
-``components.<name>``, and its checks, its changes to the run, its hooks, its metrics and its memory
-terms are picked up.
+To add a technique, write one module in ``components/`` with one ``Component`` subclass (or a
+package with a module ``component``). Nothing else needs editing: the class is found there, its
+settings appear in every recipe's schema under ``components.<name>``, and its checks, its changes to
+the run, its hooks, its metrics and its memory terms are picked up.
 """
 
 from collections.abc import Iterator
@@ -134,6 +134,10 @@ class Component(Configurable):
         """What one rank needs while the loss is computed and no layer runs, from the component that
         replaces the loss; None from others, and from one that makes logits as torchtitan does."""
         return None
+
+    def traffic(self, recipe: "Recipe", target: Target) -> list[str]:
+        """What one rank sends to others for the technique, a line each, for `make check`."""
+        return []
 
     def on_built(self, trainer: "RecipeTrainer") -> None:
         """The trainer stands: model, optimizer and loss exist, no checkpoint is loaded yet."""

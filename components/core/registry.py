@@ -1,7 +1,9 @@
-"""Find the components: every ``Component`` subclass in a module of this package."""
+"""Find the components: every ``Component`` subclass in a module of this package, or in a module
+``component`` of a package in it."""
 
 import dataclasses
 import importlib
+import importlib.util
 import pkgutil
 from functools import cache
 from pathlib import Path
@@ -24,9 +26,12 @@ def component_types() -> dict[str, type[Component]]:
     """
     found: dict[str, type[Component]] = {}
     for module_info in pkgutil.iter_modules([str(Path(components.__file__).parent)]):
+        name = f"components.{module_info.name}"
         if module_info.ispkg:
-            continue
-        module = importlib.import_module(f"components.{module_info.name}")
+            name = f"{name}.component"
+            if importlib.util.find_spec(name) is None:
+                continue
+        module = importlib.import_module(name)
         own = [
             member
             for member in vars(module).values()
@@ -39,7 +44,7 @@ def component_types() -> dict[str, type[Component]]:
         if own[0].name != module_info.name:
             raise RuntimeError(
                 f"{module.__name__} defines the component {own[0].name!r}; a component's name is "
-                "its module's name"
+                "its module's or its package's name"
             )
         found[own[0].name] = own[0]
     return dict(sorted(found.items()))

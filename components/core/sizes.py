@@ -10,11 +10,18 @@ if TYPE_CHECKING:
 _FLOAT32 = 4
 
 
-def local_tokens(recipe: "Recipe") -> int:
-    """Tokens of one forward pass on one rank."""
+def mean_tokens(recipe: "Recipe") -> int:
+    """Tokens of one forward pass on one rank, on average."""
     parallel, training = recipe.parallelism, recipe.training
     split = parallel.context_parallel_degree * parallel.tensor_parallel_degree
     return training.local_batch_size * training.seq_len // split
+
+
+def local_tokens(recipe: "Recipe") -> int:
+    """Tokens of one forward pass on one rank; on the one with the most, where they differ."""
+    context = recipe.components.context_parallel
+    uneven = context.most_above_mean(recipe.model) if context.enabled else 0
+    return mean_tokens(recipe) + uneven
 
 
 def compute_itemsize(recipe: "Recipe") -> int:

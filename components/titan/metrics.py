@@ -68,6 +68,7 @@ class RunMetrics(MetricsProcessor):
         self.glossary = dict(GLOSSARY)
         self.headlines: dict[str, str] = {}
         self.sources: list[Callable[[], dict[str, float]]] = []
+        self.largest_loss: Callable[[], float] | None = None
         self._steps_since_last_log = 0
         self._started_at: tuple[int, float] | None = None
         self._bar: tqdm | None = None
@@ -98,7 +99,7 @@ class RunMetrics(MetricsProcessor):
         rates = [value for name, value in extra.items() if name.startswith("lr")]
         scalars = {
             "train/loss": global_avg_loss,
-            "train/loss_max_rank": global_max_loss,
+            "train/loss_max_rank": self.largest_loss() if self.largest_loss else global_max_loss,
             "train/grad_norm": grad_norm,
             "train/lr": rates[0] if rates else 0.0,
             "train/tokens_seen": extra.get("n_tokens_seen", 0),

@@ -18,6 +18,7 @@ from components.titan.debug import DebugSettings
 from components.titan.expert_load import ExpertLoad
 from components.titan.memory.watcher import Watcher, watchers
 from components.titan.metrics import RunMetrics
+from components.titan.rank_loss import RankLoss
 from components.titan.stop import StopRequest
 from components.titan.story import narrate
 from data.loader import PackedLoader
@@ -39,6 +40,7 @@ class RecipeTrainer(Trainer):
 
     metrics_processor: RunMetrics
     checkpointer: RunCheckpoints
+    ntokens_seen: int
     _watchers: Sequence[Watcher] = ()
 
     def __init__(
@@ -50,6 +52,11 @@ class RecipeTrainer(Trainer):
         self.enabled = enabled
         self.stopped_by: int | None = None
         self._stop = StopRequest(self.host_group)
+        self._rank_loss: RankLoss | None = None
+        if self.parallel_dims.cp_enabled:
+            self._rank_loss = RankLoss()
+            mesh = self.parallel_dims.get_mesh("loss")
+            self.metrics_processor.largest_loss = partial(self._rank_loss.largest, mesh)
         self.metrics_processor.total_steps = config.training.steps
         self.metrics_processor.sources.append(partial(self._report_load, expert_load))
         for component in enabled:
@@ -83,6 +90,8 @@ class RecipeTrainer(Trainer):
 
     def train_step(self, data_iterator: Any) -> None:
         self._seed_step()
+        if self._rank_loss is not None:
+            self._rank_loss.begin()
         with contextlib.ExitStack() as watched:
             for watcher in self._watchers:
                 watched.enter_context(watcher.step())
@@ -100,6 +109,8 @@ class RecipeTrainer(Trainer):
                 watched.enter_context(watcher.microbatch())
             # Detached: the graph, and what it still holds, ends here and not with the next pass.
             loss = super().forward_backward_step(**batch).detach()
+            if self._rank_loss is not None:
+                self._rank_loss.add(loss, batch["global_valid_tokens"])
             # Watched as well: what components hold for the micro-batch is let go here.
             for component in self.enabled:
                 component.after_microbatch(self)
@@ -108,7 +119,12 @@ class RecipeTrainer(Trainer):
     def post_dataloading_process(
         self, input_dict: dict[str, torch.Tensor], labels: torch.Tensor
     ) -> Inputs:
+        seen = self.ntokens_seen
         inputs = super().post_dataloading_process(input_dict, labels)
+        if self._rank_loss is not None:
+            self._rank_loss.count(inputs[1])
+            # Shares may differ by a few tokens; counts that checkpoints keep must not.
+            self.ntokens_seen = seen + labels.numel() // self.parallel_dims.cp
         for component in self.enabled:
             inputs = component.prepare_inputs(self, inputs)
         return inputs

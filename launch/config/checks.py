@@ -123,13 +123,17 @@ def sequence_unit(recipe: Recipe) -> tuple[int, str]:
     """What sequences must be a multiple of, and why.
 
     Sequence parallelism cuts a sequence evenly; context parallelism cuts it into two parts per rank
-    (head and tail, for balance) and its attention masks into whole blocks.
+    (head and tail, for balance) and its attention masks into whole blocks, which a model without
+    masks does not have.
     """
     parallel = recipe.parallelism
     tp = parallel.tensor_parallel_degree if parallel.enable_sequence_parallel else 1
     cp = parallel.context_parallel_degree
     unit, reasons = max(tp, 1), [f"tensor_parallel_degree {tp}"] if tp > 1 else []
-    if cp > 1:
+    if cp > 1 and recipe.components.context_parallel.enabled:
+        unit *= 2 * cp
+        reasons.append(f"2 x context_parallel_degree {cp}")
+    elif cp > 1:
         unit = math.lcm(unit * 2 * cp, cp * MASK_BLOCK)
         reasons.append(f"context_parallel_degree {cp} x blocks of {MASK_BLOCK} tokens")
     return unit, " and ".join(reasons)

@@ -61,10 +61,10 @@ def check_run(model: "GlmFlashModel", recipe: "Recipe") -> list[Finding]:
     found = []
     if parallel.tensor_parallel_degree > 1:
         found.append(_tensor_parallel(model, parallel.tensor_parallel_degree))
-    if parallel.context_parallel_degree > 1:
+    if parallel.context_parallel_degree > 1 and not recipe.components.context_parallel.enabled:
         message = (
-            f"{parallel.context_parallel_degree}: this model's sequences are not cut over context "
-            "ranks yet; use 1"
+            f"{parallel.context_parallel_degree}: torchtitan's own context parallelism knows none "
+            "of this model's mixers; use components.context_parallel.enabled=true, or 1"
         )
         found.append(("parallelism.context_parallel_degree", message))
     if parallel.expert_parallel_degree > 1 and model.n_experts is None:

@@ -63,7 +63,7 @@ class GlmFlashDecoder(Decoder):
         self,
         tokens: torch.Tensor,
         positions: torch.Tensor | None = None,
-        attention_masks: None = None,
+        attention_masks: Any = None,
     ) -> torch.Tensor:
         """Logits of every position.
 
@@ -71,14 +71,17 @@ class GlmFlashDecoder(Decoder):
             tokens: int64 (B, L).
             positions: int64 (B, L), distance from the start of each token's document; one document
                 per row if left out.
-            attention_masks: not used by this model.
+            attention_masks: what mixers are given where the tokens are a share of a batch, whose
+                documents their positions do not tell; None: the documents found in ``positions``.
 
         Returns:
             (B, L, vocab_size), or hidden states (B, L, D) where the loss applies the head.
         """
-        if positions is None:
-            positions = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
-        documents = Documents.from_positions(positions)
+        documents = attention_masks
+        if documents is None:
+            if positions is None:
+                positions = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
+            documents = Documents.from_positions(positions)
         embedded = self.tok_embeddings(tokens)
         streams = embedded.unsqueeze(2).expand(-1, -1, self.streams, -1).contiguous()
         for layer in self.layers.values():

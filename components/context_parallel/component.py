@@ -1,0 +1,156 @@
+"""One sequence over several ranks: packed documents are cut, and mixers exchange what they need."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from components.context_parallel.checks import check_split
+from components.context_parallel.collectives import Link, Traffic
+from components.context_parallel.layout import Kind, most_above_mean
+from components.context_parallel.mixers import MIXERS
+from components.context_parallel.plan import SplitPlan, alignment
+from components.context_parallel.share import Share
+from components.core.base import Component, MemoryTerm, Target
+from components.core.problems import Problem
+from components.models.glm_flash.documents import Documents
+from components.models.glm_flash.settings import GlmFlashModel
+from components.titan.context_parallel import Batch, batches_cut_by
+from components.titan.plan import RunPlan
+from components.titan.story import narrate
+
+if TYPE_CHECKING:
+    from components.core.recipe import Recipe
+    from components.titan.trainer import RecipeTrainer
+
+_MIB = 2**20
+_DIRECTIONS = ("forward", "backward")
+
+
+class ContextParallel(Component):
+    """Each of ``parallelism.context_parallel_degree`` ranks computes a share of every batch.
+
+    Documents of a batch are cut over the ranks where pools of tokens end; nothing is padded, and
+    shares differ by a few tokens at most. Loss and gradients are those of one process, up to the
+    rounding of sums. Everything but the mixers works on the share as on a batch. KDA layers
+    exchange hidden states (each rank computes its heads for all tokens), projections, or states of
+    documents that were cut; sparse attention gathers latents and the indexer's pooled keys.
+    """
+
+    name = "context_parallel"
+    summary = "documents of a batch cut over ranks; KDA exchanges states, sparse attention latents"
+    source = (
+        "DeepSpeed Ulysses, arXiv 2309.14509 (heads); state passing and gathered latents are this "
+        "project's"
+    )
+    scalars = {
+        f"context/{mixer}_{direction}_mib": (
+            f"sent by one {mixer} layer in {direction} in the step, all passes, first rank, MiB"
+        )
+        for mixer in MIXERS
+        for direction in ("forward", "backward")
+    }
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Component.Config):
+        kda: Literal["auto", "hidden", "projections", "state"] = "auto"
+        """What KDA layers exchange. hidden: ranks gather the mixer's input and compute their heads;
+        bytes grow with ranks and tokens. projections: queries, keys, values and gates instead;
+        less memory, and at the published widths fewer bytes from 6 ranks on. state: what documents
+        that were cut leave behind, whatever their length; a cut document runs three times more.
+        auto: hidden for up to 4 ranks that divide the heads, else state."""
+
+        dsa: Literal["gathered"] = "gathered"
+        """What sparse attention exchanges. gathered: latents and pooled index keys of all tokens;
+        queries stay."""
+
+        layout: Kind = "zigzag"
+        """How a batch is cut. zigzag: two parts per rank, an early and a late one, so that the
+        attention of early tokens, which see little, balances that of late ones. contiguous: one
+        part; half the cuts, and half the states that KDA passes on."""
+
+        def most_above_mean(self, model: Any) -> int:
+            """Tokens that a rank may have more than the others on average, at most."""
+            if not isinstance(model, GlmFlashModel):
+                return 0
+            return most_above_mean(self.layout, alignment(model))
+
+    config: Config
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self._open = ExitStack()
+        self._plan: SplitPlan | None = None
+        self._link: Link | None = None
+
+    def check(self, recipe: "Recipe", target: Target) -> Iterator[Problem]:
+        yield from check_split(recipe, target)
+
+    def apply(self, plan: RunPlan) -> None:
+        self._plan = SplitPlan.of(plan.recipe)
+        for mixer, method in self._plan.methods.items():
+            plan.override(self.name, MIXERS[mixer].factory, method=method)
+
+    def memory_terms(self, recipe: "Recipe", target: Target) -> list[MemoryTerm]:
+        """What a layer holds of other ranks' tokens while it runs."""
+        split = SplitPlan.of(recipe)
+        most = max(split.methods, key=split.exchanged)
+        name = f"what a {most} layer exchanges with context ranks, while it runs"
+        return [MemoryTerm(name, split.exchanged(most), note="at most")]
+
+    def traffic(self, recipe: "Recipe", target: Target) -> list[str]:
+        split = SplitPlan.of(recipe)
+        lines = []
+        for mixer, method in split.methods.items():
+            forward, backward = split.volume(mixer)
+            lines.append(
+                f"{mixer} {method}: {forward / _MIB:,.1f} MiB forward and {backward / _MIB:,.1f} "
+                f"backward, per rank, layer and pass; {split.layers(mixer)} layers, context "
+                f"{split.ranks}, {split.kind}"
+            )
+        return lines
+
+    def on_built(self, trainer: "RecipeTrainer") -> None:
+        """From here on batches are cut."""
+        assert self._plan is not None
+        self._link = Link(trainer.parallel_dims.get_mesh("cp").get_group(), Traffic())
+        self._open.enter_context(batches_cut_by(self.cut))
+        methods = ", ".join(f"{mixer} {method}" for mixer, method in self._plan.methods.items())
+        narrate(f"context parallelism: {self._plan.ranks} ranks, {self._plan.kind}, {methods}")
+
+    def cut(self, tokens: torch.Tensor, labels: torch.Tensor, extra: dict[str, Any]) -> Batch:
+        """This rank's share of a batch that all context ranks hold.
+
+        Args:
+            tokens: int64 (B, L).
+            labels: int64 (B, L).
+            extra: "positions", integers (B, L), and nothing else that has a row per token.
+
+        Returns:
+            The same of the share, (1, n) each; the share itself as "attention_masks".
+        """
+        assert self._plan is not None and self._link is not None
+        documents = Documents.from_positions(extra["positions"])
+        share = Share(self._plan.cut(documents.lengths), documents, self._link)
+        tokens, labels, positions = (
+            share.take(rows.flatten()).unsqueeze(0) for rows in (tokens, labels, extra["positions"])
+        )
+        return tokens, labels, {**extra, "positions": positions, "attention_masks": share}
+
+    def before_step(self, trainer: "RecipeTrainer") -> None:
+        if self._link is not None:
+            self._link.traffic.reset()
+
+    def metrics(self, trainer: "RecipeTrainer") -> dict[str, float]:
+        """Counted bytes, without those of validation: it comes after a step's line."""
+        assert self._plan is not None and self._link is not None
+        found = {f"context/{m}_{d}_mib": 0.0 for m in self._plan.methods for d in _DIRECTIONS}
+        for (name, direction), count in self._link.traffic.sent.items():
+            mixer = name.partition(".")[0]
+            found[f"context/{mixer}_{direction}_mib"] += count / self._plan.layers(mixer) / _MIB
+        return found
+
+    def close(self) -> None:
+        self._open.close()
