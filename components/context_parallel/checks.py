@@ -44,7 +44,7 @@ def _methods(recipe: "Recipe", model: GlmFlashModel, degree: int) -> Iterator[Pr
     if "kda" not in model.layer_types and settings.kda != "auto":
         yield Problem(
             f"{_PATH}.kda",
-            f"{settings.kda!r} has no effect: the model has no kda layer",
+            f"{settings.kda!r} has no effect: model.layer_types has no kda",
             "use auto",
         )
     elif settings.kda in ("hidden", "projections"):

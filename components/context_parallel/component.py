@@ -82,15 +82,21 @@ class ContextParallel(Component):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self._open = ExitStack()
-        self._plan: SplitPlan | None = None
+        self._split: SplitPlan | None = None
         self._link: Link | None = None
+
+    @property
+    def plan(self) -> SplitPlan:
+        """Of the run that this component has been applied to."""
+        assert self._split is not None
+        return self._split
 
     def check(self, recipe: "Recipe", target: Target) -> Iterator[Problem]:
         yield from check_split(recipe, target)
 
     def apply(self, plan: RunPlan) -> None:
-        self._plan = SplitPlan.of(plan.recipe)
-        for mixer, method in self._plan.methods.items():
+        self._split = SplitPlan.of(plan.recipe)
+        for mixer, method in self.plan.methods.items():
             plan.override(self.name, MIXERS[mixer].factory, method=method)
 
     def memory_terms(self, recipe: "Recipe", target: Target) -> list[MemoryTerm]:
@@ -114,11 +120,10 @@ class ContextParallel(Component):
 
     def on_built(self, trainer: "RecipeTrainer") -> None:
         """From here on batches are cut."""
-        assert self._plan is not None
         self._link = Link(trainer.parallel_dims.get_mesh("cp").get_group(), Traffic())
         self._open.enter_context(batches_cut_by(self.cut))
-        methods = ", ".join(f"{mixer} {method}" for mixer, method in self._plan.methods.items())
-        narrate(f"context parallelism: {self._plan.ranks} ranks, {self._plan.kind}, {methods}")
+        methods = ", ".join(f"{mixer} {method}" for mixer, method in self.plan.methods.items())
+        narrate(f"context parallelism: {self.plan.ranks} ranks, {self.plan.kind}, {methods}")
 
     def cut(self, tokens: torch.Tensor, labels: torch.Tensor, extra: dict[str, Any]) -> Batch:
         """This rank's share of a batch that all context ranks hold.
@@ -131,9 +136,9 @@ class ContextParallel(Component):
         Returns:
             The same of the share, (1, n) each; the share itself as "attention_masks".
         """
-        assert self._plan is not None and self._link is not None
+        assert self._link is not None
         documents = Documents.from_positions(extra["positions"])
-        share = Share(self._plan.cut(documents.lengths), documents, self._link)
+        share = Share(self.plan.cut(documents.lengths), documents, self._link)
         tokens, labels, positions = (
             share.take(rows.flatten()).unsqueeze(0) for rows in (tokens, labels, extra["positions"])
         )
@@ -145,11 +150,11 @@ class ContextParallel(Component):
 
     def metrics(self, trainer: "RecipeTrainer") -> dict[str, float]:
         """Counted bytes, without those of validation: it comes after a step's line."""
-        assert self._plan is not None and self._link is not None
-        found = {f"context/{m}_{d}_mib": 0.0 for m in self._plan.methods for d in _DIRECTIONS}
+        assert self._link is not None
+        found = {f"context/{m}_{d}_mib": 0.0 for m in self.plan.methods for d in _DIRECTIONS}
         for (name, direction), count in self._link.traffic.sent.items():
             mixer = name.partition(".")[0]
-            found[f"context/{mixer}_{direction}_mib"] += count / self._plan.layers(mixer) / _MIB
+            found[f"context/{mixer}_{direction}_mib"] += count / self.plan.layers(mixer) / _MIB
         return found
 
     def close(self) -> None:

@@ -42,6 +42,7 @@ class RecipeTrainer(Trainer):
     checkpointer: RunCheckpoints
     ntokens_seen: int
     _watchers: Sequence[Watcher] = ()
+    _rank_loss: RankLoss | None = None
 
     def __init__(
         self, config: Config, *, enabled: list[Component], expert_load: ExpertLoad
@@ -52,7 +53,6 @@ class RecipeTrainer(Trainer):
         self.enabled = enabled
         self.stopped_by: int | None = None
         self._stop = StopRequest(self.host_group)
-        self._rank_loss: RankLoss | None = None
         if self.parallel_dims.cp_enabled:
             self._rank_loss = RankLoss()
             mesh = self.parallel_dims.get_mesh("loss")

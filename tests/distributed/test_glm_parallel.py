@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -132,8 +132,8 @@ def train_layout(name: str, layout: str, corpus: str, seed: str, out: str) -> No
     torch.save(kept, Path(out) / f"{name}.{os.environ['RANK']}.pt")
 
 
-def single_run(out: Path, starve_rank_1: bool) -> Path:
-    """A seed checkpoint, and one rank trained from it."""
+def single_run(out: Path, starve_rank_1: bool, settings: Sequence[str] = ()) -> Path:
+    """A seed checkpoint, and one rank trained from it, with further ``settings``."""
     corpus = write_corpus(out / "corpus")
 
     def save(trainer: RecipeTrainer) -> None:
@@ -142,7 +142,7 @@ def single_run(out: Path, starve_rank_1: bool) -> Path:
 
     seeding = [*model_overrides(corpus), "checkpoint.create_seed_checkpoint=true"]
     train(out / "seed", seeding, use=save)
-    settings = overrides(str(corpus), str(out / "seed/checkpoint/step-0"))
+    settings = [*overrides(str(corpus), str(out / "seed/checkpoint/step-0")), *settings]
     torch.save(train(out / "single", settings, use=train_and_keep), out / "single.pt")
     return out
 

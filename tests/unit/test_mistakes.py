@@ -56,7 +56,7 @@ def test_a_mistake_on_the_command_line(mistake: Mistake, tmp_path: Path) -> None
     assert "(command line)" in answer or "(conf/" in answer
 
 
-@pytest.mark.parametrize("mistake", corpus("glm_flash"), ids=named)
+@pytest.mark.parametrize("mistake", corpus("glm_flash") + corpus("context_parallel"), ids=named)
 def test_a_mistake_about_glm_flash(mistake: Mistake, tmp_path: Path) -> None:
     overrides = mistake.given.removesuffix("\n").split("\n")
     answer = answer_to(write_recipe(tmp_path, STEADY_GLM), overrides)
@@ -229,4 +229,4 @@ def test_no_two_mistakes_of_a_corpus_are_one() -> None:
     for file in sorted(CORPUS.glob("*.txt")):
         mistakes = corpus(file.stem)
         assert len({m.name for m in mistakes}) == len({m.given for m in mistakes}) == len(mistakes)
-    assert len(list(CORPUS.glob("*.txt"))) == 10
+    assert len(list(CORPUS.glob("*.txt"))) == 11
