@@ -78,24 +78,20 @@ class ContextParallel(Component):
             return most_above_mean(self.layout, alignment(model))
 
     config: Config
+    plan: SplitPlan
+    """Of the run that this component has been applied to."""
+    link: Link
+    """To the other context ranks, once the trainer stands."""
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self._open = ExitStack()
-        self._split: SplitPlan | None = None
-        self._link: Link | None = None
-
-    @property
-    def plan(self) -> SplitPlan:
-        """Of the run that this component has been applied to."""
-        assert self._split is not None
-        return self._split
 
     def check(self, recipe: "Recipe", target: Target) -> Iterator[Problem]:
         yield from check_split(recipe, target)
 
     def apply(self, plan: RunPlan) -> None:
-        self._split = SplitPlan.of(plan.recipe)
+        self.plan = SplitPlan.of(plan.recipe)
         for mixer, method in self.plan.methods.items():
             plan.override(self.name, MIXERS[mixer].factory, method=method)
 
@@ -120,7 +116,7 @@ class ContextParallel(Component):
 
     def on_built(self, trainer: "RecipeTrainer") -> None:
         """From here on batches are cut."""
-        self._link = Link(trainer.parallel_dims.get_mesh("cp").get_group(), Traffic())
+        self.link = Link(trainer.parallel_dims.get_mesh("cp").get_group(), Traffic())
         self._open.enter_context(batches_cut_by(self.cut))
         methods = ", ".join(f"{mixer} {method}" for mixer, method in self.plan.methods.items())
         narrate(f"context parallelism: {self.plan.ranks} ranks, {self.plan.kind}, {methods}")
@@ -136,23 +132,20 @@ class ContextParallel(Component):
         Returns:
             The same of the share, (1, n) each; the share itself as "attention_masks".
         """
-        assert self._link is not None
         documents = Documents.from_positions(extra["positions"])
-        share = Share(self.plan.cut(documents.lengths), documents, self._link)
+        share = Share(self.plan.cut(documents.lengths), documents, self.link)
         tokens, labels, positions = (
             share.take(rows.flatten()).unsqueeze(0) for rows in (tokens, labels, extra["positions"])
         )
         return tokens, labels, {**extra, "positions": positions, "attention_masks": share}
 
     def before_step(self, trainer: "RecipeTrainer") -> None:
-        if self._link is not None:
-            self._link.traffic.reset()
+        self.link.traffic.reset()
 
     def metrics(self, trainer: "RecipeTrainer") -> dict[str, float]:
         """Counted bytes, without those of validation: it comes after a step's line."""
-        assert self._link is not None
         found = {f"context/{m}_{d}_mib": 0.0 for m in self.plan.methods for d in _DIRECTIONS}
-        for (name, direction), count in self._link.traffic.sent.items():
+        for (name, direction), count in self.link.traffic.sent.items():
             mixer = name.partition(".")[0]
             found[f"context/{mixer}_{direction}_mib"] += count / self.plan.layers(mixer) / _MIB
         return found

@@ -20,7 +20,7 @@ DEGREE = "parallelism.context_parallel_degree"
 EXPERTS = "parallelism.expert_parallel_degree=2"
 KDA = "components.context_parallel.kda"
 CONTIGUOUS = "components.context_parallel.layout=contiguous"
-# One row per pass, so that documents go on over every cut; a number of chunks that divides no share.
+# One row per pass, so that documents go on over every cut; chunks that divide no share.
 VALIDATED = ["training.seq_len=256", "training.local_batch_size=1", "training.global_batch_size=4",
              "validation.enabled=true", "validation.every=1", "validation.batches=2",
              "components.chunked_loss.num_chunks=32"]  # fmt: skip
@@ -41,17 +41,19 @@ FEED_FORWARD = [
     "components.sublayer_chunking.kda=false",
     "components.sublayer_chunking.dsa=false",
 ]
+# Half as many batches of twice the samples.
+TWO_AT_A_TIME = "validation.batches=1"
 # Ranks, degree and further settings. Ranks beyond the degree read samples of their own.
 LAYOUTS: dict[str, tuple[int, int, list[str]]] = {
     "cp2": (2, 2, []),
     "cp2_ep2_all": (2, 2, [EXPERTS, *RECOMPUTE, *LLEP, *RING, *FEED_FORWARD, f"{KDA}=state"]),
-    "cp2_ep2_two_rows": (2, 2, [EXPERTS, "training.local_batch_size=2"]),
+    "cp2_ep2_two_rows": (2, 2, [EXPERTS, "training.local_batch_size=2", TWO_AT_A_TIME]),
     "cp2_recompute": (2, 2, [CONTIGUOUS, *RECOMPUTE, f"{KDA}=projections"]),
     "cp2_full_recompute": (2, 2, ["components.full_recompute.enabled=true", f"{KDA}=state"]),
     "cp4_ep2": (4, 4, [EXPERTS, *RECOMPUTE, *RING]),
     "cp4_state": (4, 4, [f"{KDA}=state"]),
-    "cp2_fsdp2": (4, 2, []),
-    "cp2_fsdp2_all": (4, 2, [EXPERTS, *RECOMPUTE, *LLEP, *RING]),
+    "cp2_fsdp2": (4, 2, [TWO_AT_A_TIME]),
+    "cp2_fsdp2_all": (4, 2, [EXPERTS, *RECOMPUTE, *LLEP, *RING, TWO_AT_A_TIME]),
 }
 QUICK = ("cp2",)
 
@@ -91,8 +93,7 @@ def split_run(folder: Path, layout: str) -> list[dict[str, Any]]:
     seed = str(folder / "seed/checkpoint/step-0")
     arguments = layout, str(folder / "corpus"), seed, str(folder)
     run_ranks(train_layout, ranks, folder / f"{layout}_errors", *arguments)
-    kept = [torch.load(folder / f"{layout}.{n}.pt", weights_only=False) for n in range(ranks)]
-    return kept
+    return [torch.load(folder / f"{layout}.{n}.pt", weights_only=False) for n in range(ranks)]
 
 
 @pytest.fixture(scope="module")
@@ -127,8 +128,9 @@ def test_documents_were_cut_in_every_way_that_can_go_wrong(two: list[dict[str, A
     assert layouts == two[1]["layouts"]
     # 3 steps of 4 passes, and 2 batches of validation after each.
     assert len(layouts) == 18
-    assert any(all(part.carries for part in each.parts[:-1]) for each in layouts)
-    assert any(min(each.lengths) < 8 for each in layouts)
+    three = [each for each in layouts if len(each.lengths) >= 3]
+    assert any(all(part.carries for part in each.parts[:-1]) for each in three)
+    assert all(min(each.lengths) < min(map(len, each.parts)) for each in three)
     assert any(each.tokens_of(0) != each.tokens_of(1) for each in layouts)
     assert any(each.tokens_of(0) % 32 for each in layouts)
 
@@ -153,11 +155,10 @@ def test_one_rank_continues_what_two_context_ranks_began(
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name not in QUICK])
 def test_context_ranks_combine(layout: str, single: Path) -> None:
-    kept = split_run(single, layout)
-    assert_trains_as_one(single, layout, kept)
-    if "all" in layout or "recompute" in layout:
-        left = of_run(single / layout, "offload/boundaries_left")
-        assert not any(left)
+    assert_trains_as_one(single, layout, split_run(single, layout))
+    if RECOMPUTE[0] in LAYOUTS[layout][2]:
+        # The largest share fits as well into what was pinned.
+        assert of_run(single / layout, "offload/boundaries_left") == [0, 0, 0]
 
 
 def continue_run(corpus: str, seed: str, run: str) -> None:
