@@ -37,7 +37,11 @@ LARGE = "glm_flash_128k_64xh200"
 LARGE_ALONE = [
     *ON,
     *ALONE,
+    "components.context_parallel.enabled=false",
+    "parallelism.context_parallel_degree=1",
     "components.sublayer_chunking.enabled=false",
+    "components.sublayer_chunking.kda=true",
+    "components.sublayer_chunking.dsa=true",
     f"{NAME}.host_budget_gib=null",
     "components.pipelined_llep.enabled=false",
 ]

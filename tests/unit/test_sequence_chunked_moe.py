@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from components.core.base import Target
+from components.core.sizes import local_tokens
 from components.expert_dispatch.experts import ChunkedRoutedExperts
 from components.sequence_chunked_moe import SequenceChunkedMoE
 from components.titan.trainer import RecipeTrainer
@@ -177,8 +178,7 @@ def test_memory_terms_are_kept_outputs_and_sums_of_gradients() -> None:
     model, ranks = recipe.model, recipe.parallelism.expert_parallel_degree
     sums = 4 * model.n_experts // ranks * 3 * model.dim * model.expert_hidden_dim
     assert terms(recipe) == [sums]
-    tokens = recipe.training.local_batch_size * recipe.training.seq_len
-    output = tokens * model.dim * 2
+    output = local_tokens(recipe) * model.dim * 2
     recompute = [*off, *RECOMPUTE]
     assert terms(loaded("glm_flash_128k_64xh200", *recompute)) == [42 * output, sums]
     # Beside shared experts, a sub-layer's output is another tensor.
