@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from components.context_parallel.kda_heads import check_heads
 from components.context_parallel.layout import DEGREE
+from components.context_parallel.mixers import MIXERS
 from components.context_parallel.plan import SplitPlan
 from components.core.base import Target
 from components.core.problems import Problem, divisors, shown
@@ -21,18 +22,18 @@ def check_split(recipe: "Recipe", target: Target) -> Iterator[Problem]:
     if not isinstance(recipe.model, GlmFlashModel):
         yield Problem(
             f"{_PATH}.enabled",
-            "true needs a model whose mixers have a method (kda, dsa); this one's attention is "
-            f"torchtitan's, which {DEGREE} splits by itself",
+            f"true needs a model whose mixers have a method ({', '.join(MIXERS)}); this one's "
+            f"attention is torchtitan's, which {DEGREE} splits by itself",
             f"use a glm_flash model, or {_PATH}.enabled=false",
         )
         return
     degree = recipe.parallelism.context_parallel_degree
     if degree == 1:
+        legal = ", ".join(str(n) for n in divisors(target.ranks) if n > 1)
         yield Problem(
             f"{_PATH}.enabled",
             f"true has no effect with {DEGREE} 1, where a rank computes whole batches",
-            f"set {DEGREE} to 2 or more (legal on {target.ranks} ranks: "
-            f"{', '.join(map(str, divisors(target.ranks)))}), or {_PATH}.enabled=false",
+            f"use {f'a degree of {legal}' if legal else 'more ranks'}, or {_PATH}.enabled=false",
         )
         return
     yield from _methods(recipe, recipe.model, degree)

@@ -67,7 +67,8 @@ class Order:
         return _tables(self, device, torch.is_inference_mode_enabled())[2]
 
 
-@lru_cache(maxsize=64)
+# A batch has three orders: of tokens, pools and states. Tables of a million tokens take 24 MB.
+@lru_cache(maxsize=8)
 def _tables(
     order: Order, device: torch.device, inference: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -155,7 +155,7 @@ class Component(Configurable):
         """Forward and backward of one accumulation pass are done."""
 
     def prepare_inputs(self, trainer: "RecipeTrainer", inputs: Inputs) -> Inputs:
-        """Change what the model is given: masks are built, sequences are cut over ranks."""
+        """Change what the model is given: masks are built, sequences have been cut over ranks."""
         return inputs
 
     def before_save(self, trainer: "RecipeTrainer") -> None:

@@ -5,6 +5,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.components.loss import IGNORE_INDEX
 
+from components.core.shards import local_of
+
 
 class RankLoss:
     """Sums over one step of a rank's own losses and of its own valid tokens.
@@ -23,12 +25,12 @@ class RankLoss:
 
     def count(self, labels: torch.Tensor) -> None:
         """Labels of one accumulation pass, as the model is given them."""
-        valid = (labels != IGNORE_INDEX).sum()
+        valid = (local_of(labels) != IGNORE_INDEX).sum()
         self._tokens = valid if self._tokens is None else self._tokens + valid
 
     def add(self, loss: torch.Tensor, global_valid_tokens: torch.Tensor) -> None:
         """Loss of one accumulation pass: a sum, over the valid tokens of all ranks."""
-        total = loss.detach() * global_valid_tokens
+        total = local_of(loss) * global_valid_tokens
         self._loss = total if self._loss is None else self._loss + total
 
     def largest(self, mesh: DeviceMesh) -> float:

@@ -14,10 +14,14 @@ import torchtitan.trainer
 from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.components.loss import IGNORE_INDEX, CrossEntropyLoss
 
+from components.context_parallel.checks import check_split
+from components.context_parallel.collectives import Link
+from components.context_parallel.component import ContextParallel
 from components.context_parallel.layout import KINDS, cut_batch, most_above_mean
 from components.context_parallel.mixers import MIXERS
 from components.context_parallel.plan import SplitPlan, alignment, usual_kda
 from components.core.base import Target
+from components.core.registry import component_types
 from components.core.sizes import local_tokens, mean_tokens
 from components.models.glm_flash.documents import Documents
 from components.offload.layout import units_of
@@ -31,6 +35,7 @@ from tests.unit.chunked_support import build
 from tests.unit.models_support import tiny_glm
 
 LONG = "glm_flash_1m_64xh200"
+ON_TWO = ["components.context_parallel.enabled=true", "parallelism.context_parallel_degree=2"]
 
 
 def recipe(*overrides: str, name: str = LONG) -> Any:
@@ -183,10 +188,30 @@ def test_a_ranks_mean_loss_is_over_the_tokens_that_it_computed() -> None:
         dist.destroy_process_group()
 
 
-def test_bytes_are_reported_by_layer() -> None:
-    from components.context_parallel.collectives import Link
-    from components.context_parallel.component import ContextParallel
+def test_the_table_of_what_combines_is_what_the_checks_say() -> None:
+    """Validators are asked about every other component; the README prints what they answer."""
+    found = recipe(*ON_TWO, "components.chunked_loss.enabled=false", name="quickstart")
+    target, refused, combined = Target("cpu", 2), [], []
+    assert not list(check_split(found, target))
+    for name in component_types():
+        if name == "context_parallel":
+            continue
+        component = getattr(found.components, name)
+        before, component.enabled = component.enabled, True
+        problems = [problem.path for problem in check_split(found, target)]
+        component.enabled = before
+        assert all(path.startswith(f"components.{name}.") for path in problems)
+        if problems:
+            keys = [path.removeprefix("components.").removesuffix(".enabled") for path in problems]
+            refused += keys
+        else:
+            combined.append(name)
+    text = (RECIPES.parent / "README.md").read_text()
+    for names, what in ((combined, "combine"), (refused, "refused")):
+        assert f"| {', '.join(f'`{name}`' for name in names)} | {what} |" in text
 
+
+def test_bytes_are_reported_by_layer() -> None:
     component = ContextParallel(ContextParallel.Config(enabled=True))
     component.link = Link(SimpleNamespace())  # type: ignore[arg-type]
     component.plan = SplitPlan.of(recipe())
