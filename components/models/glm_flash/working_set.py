@@ -66,7 +66,8 @@ def form_of(model: "GlmFlashModel", recipe: "Recipe", device: str) -> Form:
     """How a recipe computes the model's layers on "cpu" or "cuda"."""
     trimming = recipe.components.precision_trimming
     sites = (field.name for field in fields(trimming) if field.name != "enabled")
-    wanted = frozenset(site for site in sites if trimming.enabled and getattr(trimming, site))
+    # A switch that is not set is on.
+    wanted = frozenset(s for s in sites if trimming.enabled and getattr(trimming, s) is not False)
     cuda = device == "cuda"
     return Form(
         itemsize=compute_itemsize(recipe),
