@@ -174,15 +174,17 @@ def test_every_site_that_a_model_lacks_is_refused_by_name():
         assert problem.startswith(f"components.precision_trimming.{site}: true finds nothing")
 
 
-@pytest.mark.parametrize(
-    ("given", "says"),
-    [
-        ("model.comm_backend=deepep", "model.comm_backend 'deepep' sums in kernels of its own"),
-        ("components.pipelined_llep.enabled=true", "pipelined_llep keeps nothing of the sum"),
-    ],
-)
-def test_where_nothing_sums_as_torchtitan_does_there_is_no_site(given, says):
-    (found,) = problems("moe_debug_2rank", given)
+NO_SITES = {
+    "other kernels": (["model.comm_backend=deepep"], "model.comm_backend 'deepep' sums in kernels"),
+    "planned": (["components.pipelined_llep.enabled=true"], "pipelined_llep keeps nothing of the"),
+    "dense": (["model=llama3_debug"], "every layer of the model is dense"),
+}
+
+
+@pytest.mark.parametrize("name", NO_SITES)
+def test_where_nothing_sums_as_torchtitan_does_there_is_no_site(name):
+    overrides, says = NO_SITES[name]
+    (found,) = problems("moe_debug_2rank", *overrides)
     assert found.startswith("components.precision_trimming.enabled: true needs") and says in found
 
 
