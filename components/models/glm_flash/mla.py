@@ -14,7 +14,7 @@ from components.models.glm_flash.documents import Documents
 from components.models.glm_flash.indexer import Indexer
 from components.models.glm_flash.indexer_loss import IndexerLoss
 from components.recompute.tape import choice
-from kernels.dsa.sparse_mla import sparse_mla
+from kernels.dsa.plain import sparse_mla
 
 
 class SparseMlaCore(Module):

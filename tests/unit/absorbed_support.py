@@ -1,0 +1,65 @@
+"""A stand-in for the kernels of absorbed sparse attention: the definition, written with gathers."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from kernels.backends.ops import SPARSE_MLA
+from kernels.backends.registry import Backend
+from kernels.dsa.keys import selected_tokens
+from kernels.precision import accumulation_dtype
+
+
+class Gathering:
+    """Follows ``SparseMlaKernels`` on any device, in full precision; counts its calls."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.most_queries = 0
+
+    def forward(
+        self, q: torch.Tensor, latent: torch.Tensor, pools: torch.Tensor, position: torch.Tensor,
+        start: torch.Tensor, *, size: int, scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        self._count("forward", q)
+        _, keys, logits = self._logits(q, latent, pools, position, start, size, scale)
+        out = torch.einsum("qhk,qkr->qhr", logits.softmax(-1), keys)
+        return out.to(q.dtype), logits.logsumexp(-1)
+
+    def backward(
+        self, q: torch.Tensor, latent: torch.Tensor, out: torch.Tensor, grad_out: torch.Tensor,
+        lse: torch.Tensor, pools: torch.Tensor, position: torch.Tensor, start: torch.Tensor,
+        grad_latent: torch.Tensor, *, size: int, scale: float, deterministic: bool,
+    ) -> torch.Tensor:  # fmt: skip
+        self._count("deterministic backward" if deterministic else "backward", q)
+        tokens, keys, logits = self._logits(q, latent, pools, position, start, size, scale)
+        p = (logits - lse.unsqueeze(-1)).exp()
+        grad = grad_out.to(p.dtype)
+        inner = (grad * out.to(p.dtype)).sum(-1, keepdim=True)
+        grad_logits = p * (torch.einsum("qhr,qkr->qhk", grad, keys) - inner) * scale
+        grad_keys = torch.einsum("qhk,qhr->qkr", p, grad)
+        grad_keys += torch.einsum("qhk,qhr->qkr", grad_logits, q.to(p.dtype))
+        grad_latent.index_add_(0, tokens.flatten(), grad_keys.flatten(0, 1))
+        return torch.einsum("qhk,qkr->qhr", grad_logits, keys).to(q.dtype)
+
+    def _count(self, what: str, q: torch.Tensor) -> None:
+        assert q.is_contiguous()
+        self.calls.append(what)
+        self.most_queries = max(self.most_queries, len(q))
+
+    def _logits(self, q: torch.Tensor, latent: torch.Tensor, *place: Any) -> tuple[Any, Any, Any]:
+        assert q.dtype == latent.dtype
+        *of_rows, size, scale = place
+        wide = accumulation_dtype(q.dtype)
+        tokens, used = selected_tokens(*of_rows, size)
+        keys = latent[tokens].to(wide)
+        logits = torch.einsum("qhr,qkr->qhk", q.to(wide), keys) * scale
+        return tokens, keys, logits.masked_fill(~used.unsqueeze(1), float("-inf"))
+
+
+def offer(monkeypatch: pytest.MonkeyPatch, kernels: Any, name: str = "fake") -> None:
+    """Register ``kernels`` as a backend of sparse attention for one test."""
+    backend = Backend(name, lambda: kernels)
+    monkeypatch.setitem(SPARSE_MLA.backends, name, backend)
+    monkeypatch.setitem(SPARSE_MLA.loaded, name, kernels)
