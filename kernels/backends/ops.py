@@ -5,11 +5,12 @@ and ``add`` it. The name then becomes legal under the operation's configuration 
 """
 
 import importlib
-from typing import Any, Protocol
+import importlib.util
+from typing import Protocol
 
 import torch
 
-from kernels.backends import tilelang_package
+from kernels.backends import machine
 from kernels.backends.registry import Backend, Operation, Shape
 
 
@@ -64,9 +65,8 @@ class IndexerKernels(Protocol):
         weights: torch.Tensor,
         keys: torch.Tensor,
         first: torch.Tensor,
-        position: torch.Tensor,
+        end: torch.Tensor,
         *,
-        size: int,
         count: int,
         scale: float,
     ) -> torch.Tensor:
@@ -77,8 +77,7 @@ class IndexerKernels(Protocol):
             weights: (Q, heads) float32, signed.
             keys: (P, d), all pools of the batch.
             first: int64 (Q,), number of the first pool of each query's document.
-            position: int64 (Q,), distance from the document's start.
-            size: tokens per pool.
+            end: int64 (Q,), one after the last pool that the query may choose; not below ``first``.
             count: pools per query, at most.
             scale: factor on every product of query and key.
 
@@ -89,27 +88,30 @@ class IndexerKernels(Protocol):
         ...
 
 
-def _why_not(module: str) -> Any:
-    """``Backend.why_not`` of a TileLang kernel: the machine first, then the kernel's own limits.
+def _exists(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
 
-    ``module`` has ``unsupported(shape) -> str | None`` and imports no tilelang by itself.
+
+def _written_in(package: str, where: str) -> Backend:
+    """A backend written in ``package`` ("tilelang", "triton").
+
+    Args:
+        where: holds ``limits``, cheap to import, with ``unsupported(shape) -> str | None``, and
+            ``kernels``, which follows the operation's protocol.
     """
 
     def why_not(device: str, shape: Shape) -> str | None:
-        reason = tilelang_package.why_not(device)
+        reason = machine.why_not(package, device, shape)
+        if reason is None and not _exists(where):
+            reason = f"this version comes without {where}"
         if reason is None:
-            reason = importlib.import_module(module).unsupported(shape)
+            reason = importlib.import_module(f"{where}.limits").unsupported(shape)
         return reason
 
-    return why_not
-
-
-def _tilelang(package: str) -> Backend:
-    """A backend whose package has ``tilelang_limits`` (cheap) and ``tilelang_op`` (kernels)."""
     return Backend(
-        name="tilelang",
-        load=lambda: importlib.import_module(f"{package}.tilelang_op"),
-        why_not=_why_not(f"{package}.tilelang_limits"),
+        name=package,
+        load=lambda: importlib.import_module(f"{where}.kernels"),
+        why_not=why_not,
         automatic=True,
     )
 
@@ -117,6 +119,6 @@ def _tilelang(package: str) -> Backend:
 SPARSE_MLA = Operation("sparse_mla", "model.sparse_mla_kernel")
 INDEXER = Operation("indexer", "model.indexer_kernel")
 
-SPARSE_MLA.add(_tilelang("kernels.sparse_mla"))
+SPARSE_MLA.add(_written_in("tilelang", "kernels.sparse_mla"))
 SPARSE_MLA.add(Backend("dense", lambda: importlib.import_module("kernels.dsa.dense")))
-INDEXER.add(_tilelang("kernels.indexer"))
+INDEXER.add(_written_in("triton", "kernels.indexer"))

@@ -14,6 +14,9 @@ import torch
 Shape = Mapping[str, int]
 """Sizes that decide whether a kernel takes a call, by the dotted configuration key of each."""
 
+ITEMSIZE = "training.mixed_precision_param"
+"""Key of a shape: bytes of a number that layers compute in."""
+
 REFERENCE = "torch"
 AUTO = "auto"
 

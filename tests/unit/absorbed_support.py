@@ -1,4 +1,4 @@
-"""A stand-in for the kernels of absorbed sparse attention: the definition, written with gathers."""
+"""Stand-ins for the kernels of sparse attention: the definitions, on any device."""
 
 from typing import Any
 
@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from kernels.backends.ops import SPARSE_MLA
-from kernels.backends.registry import Backend
+from kernels.backends.registry import Backend, Operation
 from kernels.dsa.keys import selected_tokens
+from kernels.dsa.select import pool_scores
 from kernels.precision import accumulation_dtype
 
 
@@ -58,8 +59,33 @@ class Gathering:
         return tokens, keys, logits.masked_fill(~used.unsqueeze(1), float("-inf"))
 
 
-def offer(monkeypatch: pytest.MonkeyPatch, kernels: Any, name: str = "fake") -> None:
-    """Register ``kernels`` as a backend of sparse attention for one test."""
-    backend = Backend(name, lambda: kernels)
-    monkeypatch.setitem(SPARSE_MLA.backends, name, backend)
-    monkeypatch.setitem(SPARSE_MLA.loaded, name, kernels)
+class Sorting:
+    """Follows ``IndexerKernels`` on any device; counts its queries."""
+
+    def __init__(self) -> None:
+        self.queries: list[int] = []
+
+    def select(
+        self, queries: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor,
+        first: torch.Tensor, end: torch.Tensor, *, count: int, scale: float,
+    ) -> torch.Tensor:  # fmt: skip
+        self.queries.append(len(queries))
+        scores = pool_scores(queries, weights, keys, scale)
+        chosen = torch.full((len(queries), count), -1, dtype=torch.int32)
+        for row, low, high in zip(range(len(queries)), first.tolist(), end.tolist(), strict=True):
+            some = scores[row, low:high]
+            order = torch.sort(some, descending=True, stable=True).indices[:count]
+            chosen[row, : len(order)] = order.sort().values.int()
+        return chosen
+
+
+def offer(
+    monkeypatch: pytest.MonkeyPatch,
+    kernels: Any,
+    name: str = "fake",
+    operation: Operation = SPARSE_MLA,
+) -> None:
+    """Register ``kernels`` as a backend that runs everywhere and that "auto" takes."""
+    backend = Backend(name, lambda: kernels, automatic=True)
+    monkeypatch.setitem(operation.backends, name, backend)
+    monkeypatch.setitem(operation.loaded, name, kernels)

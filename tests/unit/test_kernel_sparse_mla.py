@@ -8,7 +8,7 @@ import torch
 from components.models.glm_flash.documents import Documents
 from kernels.backends.ops import SPARSE_MLA
 from kernels.backends.registry import Backend
-from kernels.dsa import plain, sparse_mla
+from kernels.dsa import dense, plain, sparse_mla
 from kernels.dsa.pooling import find_pools
 from kernels.dsa.select import select_pools
 from tests.unit.absorbed_support import Gathering, offer
@@ -175,3 +175,31 @@ def test_a_package_that_cannot_be_imported_is_named_at_first_use(
     inputs, place = make((5,))
     with pytest.raises(RuntimeError, match="'fake' failed to import.*libcudart.*'torch' selects"):
         train(sparse_mla.sparse_mla, inputs, place, backend="fake")
+
+
+@pytest.mark.parametrize("lengths", RAGGED)
+@pytest.mark.parametrize("chunk_bytes", [2**30, 500])
+def test_the_dense_baseline_computes_the_same_function(
+    lengths: tuple[int, ...], chunk_bytes: int
+) -> None:
+    inputs, place = make(lengths)
+    expected = train(plain.sparse_mla, inputs, place)
+    found = train(dense.sparse_mla, inputs, place, chunk_bytes=chunk_bytes)
+    torch.testing.assert_close(found, expected)
+
+
+def test_the_dense_baseline_holds_few_queries_of_a_later_piece_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    inputs, place = make((40, 100))
+    seen = []
+    attend = dense._attend
+    monkeypatch.setattr(dense, "_attend", lambda q, *a: seen.append((len(q), a)) or attend(q, *a))
+    q, latent, kv_b = inputs
+    piece = [x[60:] for x in (q, *place)]
+    options: dict[str, Any] = {"size": SIZE, "scale": SCALE, "chunk_bytes": 9_000}
+    out = dense.sparse_mla(piece[0], latent, kv_b, *piece[1:], **options)
+    whole = plain.sparse_mla(*inputs, *place, size=SIZE, scale=SCALE)
+    torch.testing.assert_close(out, whole[60:])
+    assert sum(queries for queries, _ in seen) == 80
+    assert all(4 * HEADS * rest[1].numel() <= 9_000 for _, rest in seen)

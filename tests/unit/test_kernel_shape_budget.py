@@ -1,0 +1,154 @@
+"""What exists at 128K and 1M tokens, on the meta device: nothing that grows with queries x keys.
+
+The caps, for GLM-5.3-Flash's widths in bfloat16, beside inputs, outputs and their gradients: no
+tensor of sparse attention above 512 MiB or 2 KiB per token of the batch (the latents' gradient in
+float32); nothing of the absorbed form above ``chunk_bytes`` in sum.
+"""
+
+import math
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from kernels.backends.ops import INDEXER
+from kernels.dsa import select_op, sparse_mla
+from kernels.dsa.pooling import Pools
+from tests.unit.absorbed_support import offer
+
+HEADS, RANK, WIDTH, SIZE, POOLS = 64, 512, 256, 4, 512
+CAP = 512 * 2**20
+LATENT_GRADIENT = RANK * 4
+
+
+class Shapes:
+    """Kernels that only say what they return."""
+
+    def forward(self, q: torch.Tensor, *rest: Any, **options: Any) -> tuple[torch.Tensor, ...]:
+        return torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
+
+    def backward(self, q: torch.Tensor, *rest: Any, **options: Any) -> torch.Tensor:
+        return torch.empty_like(q)
+
+    def select(self, queries: torch.Tensor, *rest: Any, count: int, scale: float) -> torch.Tensor:
+        return queries.new_empty(len(queries), count, dtype=torch.int32)
+
+
+class Ledger(TorchDispatchMode):
+    """Bytes of each storage that is made while this is on, and how much of it lives at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+        self.live = self.peak = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        out = function(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else [out]:
+            if isinstance(tensor, torch.Tensor):
+                self._add(tensor.untyped_storage())
+        return out
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key in self._known:
+            return
+        self._known.add(key)
+        size = storage.nbytes()
+        self.sizes.append(size)
+        self.live += size
+        self.peak = max(self.peak, self.live)
+        weakref.finalize(storage, self._remove, key, size)
+
+    def _remove(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.live -= size
+
+
+def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+def inputs(queries: int, tokens: int) -> list[torch.Tensor]:
+    """q, latent, kv_b, pools, position and start."""
+    return [
+        empty(queries, HEADS, WIDTH), empty(tokens, RANK), empty(HEADS * 2 * WIDTH, RANK),
+        empty(queries, POOLS, dtype=torch.int32), empty(queries, dtype=torch.int64),
+        empty(queries, dtype=torch.int64),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("queries", "tokens"),
+    [(2**17, 2**17), (2**14, 2**20), (2**17, 2**20)],
+    ids=["128K", "a piece of 1M", "a rank's share of 1M"],
+)
+@pytest.mark.parametrize("keep", [False, True])
+def test_sparse_attention_makes_no_large_tensor(
+    queries: int, tokens: int, keep: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offer(monkeypatch, Shapes())
+    rest = SIZE, 1 / 16, "fake", sparse_mla.CHUNK_BYTES
+    tensors = inputs(queries, tokens)
+    with Ledger() as forward:
+        out, mixed, lse = sparse_mla.run_forward(*tensors, *rest, keep)
+    results = [x.untyped_storage().nbytes() for x in (out, mixed, lse)]
+    cap = max(CAP, tokens * RANK * 2)
+    assert [s for s in forward.sizes if s > cap] == [s for s in results if s > cap]
+    assert forward.peak <= sum(results) + sparse_mla.CHUNK_BYTES + tokens * RANK * 2 + 2**26
+
+    with Ledger() as backward:
+        grads = sparse_mla.run_backward(empty(*out.shape), *tensors, mixed, lse, *rest)
+    results = [x.untyped_storage().nbytes() for x in grads]
+    cap = max(CAP, tokens * LATENT_GRADIENT)
+    assert [s for s in backward.sizes if s > cap] == [s for s in results if s > cap]
+    # Maps: two float32 sums of 64 MiB in the making, and copies of a chunk that only a CPU makes.
+    latents = tokens * (LATENT_GRADIENT + RANK * 2)
+    slack = 2**29 + sparse_mla.CHUNK_BYTES // 2
+    assert backward.peak <= sum(results) + sparse_mla.CHUNK_BYTES + latents + slack
+
+
+@pytest.mark.parametrize("tokens", [2**17, 2**20])
+def test_selection_around_a_kernel_makes_its_ids_and_small_change(
+    tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(select_op, "_select", select_op.run_select)
+    offer(monkeypatch, Shapes(), operation=INDEXER)
+    queries, weights = empty(tokens, 32, 128), empty(tokens, 32, dtype=torch.float32)
+    pools = Pools(empty(tokens // SIZE, dtype=torch.int64), empty(tokens, dtype=torch.int64))
+    with Ledger() as ledger:
+        chosen = select_op.select_pools(
+            queries, weights, empty(tokens // SIZE, 128), pools, empty(tokens, dtype=torch.int64),
+            (tokens,), size=SIZE, count=POOLS, scale=0.1, backend="fake",
+        )  # fmt: skip
+    assert chosen.shape == (tokens, POOLS)
+    assert ledger.peak <= 4 * chosen.numel() + 4 * 8 * tokens
+
+
+def test_row_offsets_of_the_longest_batch_need_64_bits() -> None:
+    """Why kernels compute addresses in int64: elements of one tensor at 1M tokens."""
+    assert math.prod((2**20, HEADS, WIDTH)) > 2**31
+    assert (2**20 - 1) * HEADS * RANK > 2**31
+
+
+def test_slices_of_large_tensors_start_where_they_should(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rows that chunks hand to the kernel, as offsets in numbers, beyond 2^31."""
+    offsets: list[int] = []
+
+    class Spy(Shapes):
+        def forward(self, q: torch.Tensor, latent: Any, pools: torch.Tensor, *rest: Any, **o: Any):  # type: ignore[no-untyped-def]
+            offsets.append(pools.storage_offset())
+            return super().forward(q)
+
+    offer(monkeypatch, Spy())
+    rows = 2**20
+    tensors = inputs(rows, 1024)
+    tensors[3] = empty(rows, 4096, dtype=torch.int32)
+    sparse_mla.run_forward(*tensors, SIZE, 1.0, "fake", sparse_mla.CHUNK_BYTES, False)
+    assert offsets == [begin * 4096 for begin in range(0, rows, 8192)]
+    assert offsets[-1] > 2**31
