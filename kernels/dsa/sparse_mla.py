@@ -131,13 +131,14 @@ def run_forward(
     attend = SPARSE_MLA.guard(backend, kernels.forward)
     out, mixed, lse = _outputs(q, latent, kv_b, keep)
     for rows in _rows(len(q), queries_at_once(q, latent.shape[1], _IN_FORWARD, chunk_bytes)):
-        absorbed = _by_heads(q[rows], maps.key)
         of_rows = pools[rows], position[rows], start[rows]
+        absorbed = _by_heads(q[rows], maps.key)
         some, some_lse = attend(absorbed, low, *of_rows, size=size, scale=scale)
-        del absorbed
         torch.bmm(some.transpose(0, 1), maps.value.mT, out=out[rows].transpose(0, 1))
         if keep:
             mixed[rows], lse[rows] = some, some_lse
+        # Or they would live on beside the next chunk's.
+        del absorbed, some, some_lse
     return out, mixed, lse
 
 
@@ -233,8 +234,8 @@ def run_backward(
         )  # fmt: skip
         del absorbed, some, grad_some
         add_bmm_(grad_maps[:, :d_qk], q[rows].permute(1, 2, 0), grad_absorbed.transpose(0, 1))
-        pull = grad_absorbed.transpose(0, 1)
-        torch.bmm(pull, maps.key.mT, out=grad_q[rows].transpose(0, 1))
+        torch.bmm(grad_absorbed.transpose(0, 1), maps.key.mT, out=grad_q[rows].transpose(0, 1))
+        del grad_absorbed
     # As new tensors, whatever the dtypes: an operation returns none that it was given.
     return grad_q, grad_latent.to(latent.dtype), grad_maps.view(kv_b.shape).to(kv_b.dtype)
 
