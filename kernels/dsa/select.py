@@ -75,6 +75,12 @@ class Window(NamedTuple):
     p1: int
 
 
+def bytes_per_pair(heads: int) -> int:
+    """Memory of ``select_pools`` per query and pool: the heads' products; ranks and counts of the
+    selection, up to 24 bytes."""
+    return 4 * heads + 24
+
+
 def windows(
     lengths: tuple[int, ...],
     size: int,
@@ -152,9 +158,8 @@ def select_pools(
     if width == 0:
         return chosen
     keys = keys.to(accumulation_dtype(keys.dtype))
-    # Beside the heads' products: ranks and counts of the selection, up to 24 bytes per pair.
-    bytes_per_pair = 4 * queries.shape[1] + 24
-    for q0, q1, p0, p1 in windows(lengths, size, bytes_per_pair, begin, begin + len(queries)):
+    per_pair = bytes_per_pair(queries.shape[1])
+    for q0, q1, p0, p1 in windows(lengths, size, per_pair, begin, begin + len(queries)):
         if p1 == p0:
             continue
         rows = slice(q0 - begin, q1 - begin)

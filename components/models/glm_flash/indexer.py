@@ -16,7 +16,7 @@ from torchtitan.protocols.module import Module
 from components.models.glm_flash.documents import Documents
 from components.recompute.tape import choice
 from kernels.dsa.pooling import Pools, pool_keys
-from kernels.dsa.select import select_pools
+from kernels.dsa.select import bytes_per_pair, select_pools, windows
 from kernels.precision import accumulation_dtype
 
 
@@ -54,6 +54,22 @@ class PoolSelector(Module):
     def count(self) -> int:
         """Pools per query, at most."""
         return self.config.topk // self.config.kpool
+
+    def blocks(
+        self, lengths: tuple[int, ...], begin: int, stop: int, heads: int
+    ) -> list[tuple[int, int]]:
+        """Cut queries where a cut changes nothing, not even the shape of a matrix product.
+
+        Args:
+            lengths: tokens of the documents.
+            begin, stop: tokens that ask, in the batch.
+            heads: scoring heads.
+
+        Returns:
+            First row and the one after the last, of each block, counted from ``begin``.
+        """
+        cuts = windows(lengths, self.config.kpool, bytes_per_pair(heads), begin, stop)
+        return [(cut.q0 - begin, cut.q1 - begin) for cut in cuts]
 
     def forward(self, inputs: IndexerInputs, documents: Documents, begin: int) -> torch.Tensor:
         """Choose pools.

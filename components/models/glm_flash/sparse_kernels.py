@@ -18,6 +18,11 @@ if TYPE_CHECKING:
     from components.models.glm_flash.settings import GlmFlashModel
 
 
+_BLOCK = 4096
+"""Queries that ranks deal out to each other at a time: enough to fill a GPU, few enough that eight
+ranks have four turns at 128K tokens."""
+
+
 class KernelSparseMlaCore(SparseMlaCore):
     """Attention by a kernel for the absorbed form."""
 
@@ -80,6 +85,13 @@ class KernelPoolSelector(PoolSelector):
         """A name in ``INDEXER.backends``."""
 
     config: Config
+
+    def blocks(
+        self, lengths: tuple[int, ...], begin: int, stop: int, heads: int
+    ) -> list[tuple[int, int]]:
+        """See ``PoolSelector.blocks``. A kernel's rows depend on no cut, so blocks are even."""
+        total = stop - begin
+        return [(b, min(b + _BLOCK, total)) for b in range(0, total, _BLOCK)]
 
     def forward(self, inputs: IndexerInputs, documents: Documents, begin: int) -> torch.Tensor:
         """See ``PoolSelector.forward``."""
