@@ -6,12 +6,16 @@ and ``add`` it. The name then becomes legal under the operation's configuration 
 
 import importlib
 import importlib.util
-from typing import Protocol
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, Protocol
 
 import torch
 
 from kernels.backends import machine
+from kernels.backends.machine import Gpus
 from kernels.backends.registry import Backend, Operation, Shape
+from kernels.dsa.pooling import Pools
 
 
 class SparseMlaKernels(Protocol):
@@ -57,68 +61,101 @@ class SparseMlaKernels(Protocol):
 
 
 class IndexerKernels(Protocol):
-    """Scoring and selection of pools; no autograd."""
+    """Scoring and selection of pools; without gradients."""
 
-    def select(
+    def select_pools(
         self,
         queries: torch.Tensor,
         weights: torch.Tensor,
         keys: torch.Tensor,
-        first: torch.Tensor,
-        end: torch.Tensor,
+        pools: Pools,
+        position: torch.Tensor,
+        lengths: tuple[int, ...],
         *,
+        size: int,
         count: int,
         scale: float,
+        begin: int = 0,
     ) -> torch.Tensor:
-        """Choose pools, exactly and with ties to the lowest.
-
-        Args:
-            queries: (Q, heads, d) in a 16-bit dtype.
-            weights: (Q, heads) float32, signed.
-            keys: (P, d), all pools of the batch.
-            first: int64 (Q,), number of the first pool of each query's document.
-            end: int64 (Q,), one after the last pool that the query may choose; not below ``first``.
-            count: pools per query, at most.
-            scale: factor on every product of query and key.
-
-        Returns:
-            int32 (Q, count): document-relative, ascending, then -1. A query's row depends on
-            nothing but its own inputs and the keys, to the bit.
-        """
+        """See ``kernels.dsa.select.select_pools``. A query's row depends on nothing but its own
+        inputs and the keys, to the bit: not on the other queries of the call."""
         ...
 
 
-def _exists(package: str) -> bool:
-    return importlib.util.find_spec(package) is not None
+Limits = Callable[[Shape], str | None]
+"""Which of a shape's values a kernel does not take, and what it takes; None: all."""
 
 
-def _written_in(package: str, where: str) -> Backend:
-    """A backend written in ``package`` ("tilelang", "triton").
+def multiple_of(key: str, unit: int, shape: Shape) -> str | None:
+    """A limit: the value at ``key`` is a multiple of ``unit``."""
+    if shape[key] % unit == 0:
+        return None
+    return f"{key}: {shape[key]} is not taken; supported: multiples of {unit}"
+
+
+def one_of(key: str, values: tuple[int, ...], shape: Shape) -> str | None:
+    """A limit: the value at ``key`` is one of ``values``."""
+    if shape[key] in values:
+        return None
+    return f"{key}: {shape[key]} is not taken; supported: {', '.join(map(str, values))}"
+
+
+def _sparse_mla_limits(shape: Shape) -> str | None:
+    limits = importlib.import_module("kernels.sparse_mla.shape")
+    return (
+        multiple_of("model.n_heads", limits.HEADS, shape)
+        or one_of("model.kv_lora_rank", limits.WIDTHS, shape)
+        or one_of("model.index_kpool", limits.SIZES, shape)
+    )
+
+
+def _indexer_limits(shape: Shape) -> str | None:
+    limits = importlib.import_module("kernels.indexer.op")
+    reason = one_of("model.index_n_heads", limits.HEADS, shape) or one_of(
+        "model.index_head_dim", limits.DIMS, shape
+    )
+    most = limits.MOST_CHOSEN * shape["model.index_kpool"]
+    if reason is None and shape["model.index_topk"] > most:
+        reason = f"model.index_topk: {shape['model.index_topk']} is not taken; supported: to {most}"
+    return reason
+
+
+def _sparse_mla() -> SimpleNamespace:
+    forward = importlib.import_module("kernels.sparse_mla.tilelang_forward").forward
+    backward = importlib.import_module("kernels.sparse_mla.tilelang_backward").backward
+    return SimpleNamespace(forward=forward, backward=backward)
+
+
+def _indexer() -> IndexerKernels:
+    return importlib.import_module("kernels.indexer.op")
+
+
+def kernel(
+    package: str, gpus: Gpus, where: str, load: Callable[[], Any], limits: Limits
+) -> Backend:
+    """A backend that "auto" takes where it runs.
 
     Args:
-        where: holds ``limits``, cheap to import, with ``unsupported(shape) -> str | None``, and
-            ``kernels``, which follows the operation's protocol.
+        package: that it is written in, "tilelang" or "triton"; its name in recipes.
+        gpus: that it runs on.
+        where: this project's package of the kernel.
+        load, limits: see ``Backend`` and ``Limits``.
     """
 
     def why_not(device: str, shape: Shape) -> str | None:
-        reason = machine.why_not(package, device, shape)
-        if reason is None and not _exists(where):
+        reason = machine.why_not(package, device, gpus, shape)
+        if reason is None and importlib.util.find_spec(where) is None:
             reason = f"this version comes without {where}"
-        if reason is None:
-            reason = importlib.import_module(f"{where}.limits").unsupported(shape)
-        return reason
+        return reason or limits(shape)
 
-    return Backend(
-        name=package,
-        load=lambda: importlib.import_module(f"{where}.kernels"),
-        why_not=why_not,
-        automatic=True,
-    )
+    return Backend(name=package, load=load, why_not=why_not, automatic=True)
 
 
 SPARSE_MLA = Operation("sparse_mla", "model.sparse_mla_kernel")
 INDEXER = Operation("indexer", "model.indexer_kernel")
 
-SPARSE_MLA.add(_written_in("tilelang", "kernels.sparse_mla"))
+SPARSE_MLA.add(
+    kernel("tilelang", machine.HOPPER, "kernels.sparse_mla", _sparse_mla, _sparse_mla_limits)
+)
 SPARSE_MLA.add(Backend("dense", lambda: importlib.import_module("kernels.dsa.dense")))
-INDEXER.add(_written_in("triton", "kernels.indexer"))
+INDEXER.add(kernel("triton", machine.AMPERE_ON, "kernels.indexer", _indexer, _indexer_limits))

@@ -8,6 +8,7 @@ import torch
 from kernels.backends.ops import SPARSE_MLA
 from kernels.backends.registry import Backend, Operation
 from kernels.dsa.keys import selected_tokens
+from kernels.dsa.pooling import Pools
 from kernels.dsa.select import pool_scores
 from kernels.precision import accumulation_dtype
 
@@ -65,11 +66,14 @@ class Sorting:
     def __init__(self) -> None:
         self.queries: list[int] = []
 
-    def select(
-        self, queries: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor,
-        first: torch.Tensor, end: torch.Tensor, *, count: int, scale: float,
+    def select_pools(
+        self, queries: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, pools: Pools,
+        position: torch.Tensor, lengths: tuple[int, ...], *, size: int, count: int, scale: float,
+        begin: int = 0,
     ) -> torch.Tensor:  # fmt: skip
         self.queries.append(len(queries))
+        first = pools.before[begin : begin + len(queries)]
+        end, count = first + (position + 1) // size, min(count, max(lengths) // size)
         scores = pool_scores(queries, weights, keys, scale)
         chosen = torch.full((len(queries), count), -1, dtype=torch.int32)
         for row, low, high in zip(range(len(queries)), first.tolist(), end.tolist(), strict=True):

@@ -1,6 +1,9 @@
 """How an implementation is chosen: by what is asked for, and by what the machine can run."""
 
 import importlib.util
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -90,7 +93,7 @@ def test_what_a_machine_lacks_is_said(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: found is not None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: found)
-    answer = machine.why_not("tilelang", device, {ITEMSIZE: itemsize})
+    answer = machine.why_not("tilelang", device, machine.HOPPER, {ITEMSIZE: itemsize})
     if reason is None:
         assert answer is None
     else:
@@ -106,3 +109,60 @@ def test_on_a_cpu_every_operation_has_its_reference(made: Operation) -> None:
     assert len(kernels) == 1
     with pytest.raises(ValueError, match=f"{made.key}: '{kernels[0]}' cannot run here.*'torch'"):
         made.choose(kernels[0], "cpu", {})
+
+
+@pytest.mark.parametrize(("found", "runs"), [((7, 5), False), ((8, 0), True), ((10, 0), True)])
+def test_kernels_in_plain_triton_run_on_newer_gpus_too(
+    found: tuple[int, int], runs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: found)
+    answer = machine.why_not("triton", "cuda", machine.AMPERE_ON, {})
+    assert (answer is None) == runs
+
+
+LIMITS: dict[str, tuple[str, dict[str, Any], dict[str, int], str | None]] = {
+    "attention": (
+        "sparse_mla.shape", {"HEADS": 64, "WIDTHS": (256, 512), "SIZES": (1, 2, 4)}, {}, None,
+    ),
+    "heads": (
+        "sparse_mla.shape", {"HEADS": 64, "WIDTHS": (256, 512), "SIZES": (1, 2, 4)},
+        {"model.n_heads": 48}, "model.n_heads: 48 is not taken; supported: multiples of 64",
+    ),
+    "latent": (
+        "sparse_mla.shape", {"HEADS": 64, "WIDTHS": (256, 512), "SIZES": (1, 2, 4)},
+        {"model.kv_lora_rank": 32}, "model.kv_lora_rank: 32 is not taken; supported: 256, 512",
+    ),
+    "indexer": ("indexer.op", {"HEADS": (8, 32), "DIMS": (64, 128), "MOST_CHOSEN": 512}, {}, None),
+    "width": (
+        "indexer.op", {"HEADS": (8, 32), "DIMS": (64, 128), "MOST_CHOSEN": 512},
+        {"model.index_head_dim": 16}, "model.index_head_dim: 16 is not taken; supported: 64, 128",
+    ),
+    "selection": (
+        "indexer.op", {"HEADS": (8, 32), "DIMS": (64, 128), "MOST_CHOSEN": 512},
+        {"model.index_topk": 4096}, "model.index_topk: 4096 is not taken; supported: to 2048",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("where", "values", "changes", "reason"), LIMITS.values(), ids=LIMITS)
+def test_a_dimension_that_a_kernel_does_not_take_is_named(
+    where: str,
+    values: dict[str, Any],
+    changes: dict[str, int],
+    reason: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in (where.split(".")[0], where):
+        module = ModuleType(f"kernels.{name}")
+        module.__spec__ = ModuleSpec(module.__name__, None)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    vars(sys.modules[f"kernels.{where}"]).update(values)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    shape = {
+        "model.n_heads": 64, "model.kv_lora_rank": 512, "model.index_kpool": 4,
+        "model.index_topk": 2048, "model.index_n_heads": 32, "model.index_head_dim": 128,
+    }  # fmt: skip
+    made = SPARSE_MLA if "sparse" in where else INDEXER
+    (backend,) = [b for b in made.backends.values() if b.automatic]
+    assert backend.why_not("cuda", shape | changes) == reason

@@ -14,9 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from kernels.backends.ops import INDEXER
-from kernels.dsa import select_op, sparse_mla
-from kernels.dsa.pooling import Pools
+from kernels.dsa import sparse_mla
 from tests.unit.absorbed_support import offer
 
 HEADS, RANK, WIDTH, SIZE, POOLS = 64, 512, 256, 4, 512
@@ -32,9 +30,6 @@ class Shapes:
 
     def backward(self, q: torch.Tensor, *rest: Any, **options: Any) -> torch.Tensor:
         return torch.empty_like(q)
-
-    def select(self, queries: torch.Tensor, *rest: Any, count: int, scale: float) -> torch.Tensor:
-        return queries.new_empty(len(queries), count, dtype=torch.int32)
 
 
 class Ledger(TorchDispatchMode):
@@ -111,23 +106,6 @@ def test_sparse_attention_makes_no_large_tensor(
     # The maps' gradients in float32, 64 MiB; copies of a chunk in float32 that only a CPU makes.
     slack = 2**26 + sparse_mla.CHUNK_BYTES // 4
     assert backward.peak <= sum(results) + sparse_mla.CHUNK_BYTES + latents + slack
-
-
-@pytest.mark.parametrize("tokens", [2**17, 2**20])
-def test_selection_around_a_kernel_makes_its_ids_and_small_change(
-    tokens: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(select_op, "_select", select_op.run_select)
-    offer(monkeypatch, Shapes(), operation=INDEXER)
-    queries, weights = empty(tokens, 32, 128), empty(tokens, 32, dtype=torch.float32)
-    pools = Pools(empty(tokens // SIZE, dtype=torch.int64), empty(tokens, dtype=torch.int64))
-    with Ledger() as ledger:
-        chosen = select_op.select_pools(
-            queries, weights, empty(tokens // SIZE, 128), pools, empty(tokens, dtype=torch.int64),
-            (tokens,), size=SIZE, count=POOLS, scale=0.1, backend="fake",
-        )  # fmt: skip
-    assert chosen.shape == (tokens, POOLS)
-    assert ledger.peak <= 4 * chosen.numel() + 128 * tokens
 
 
 def test_row_offsets_of_the_longest_batch_need_64_bits() -> None:

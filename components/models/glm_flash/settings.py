@@ -169,7 +169,7 @@ class GlmFlashModel(ModelSettings):
     "tilelang" where it runs, else "torch", and the log says which and why."""
 
     indexer_kernel: IndexerKernel = "auto"
-    """What scores and chooses pools. "triton": this project's kernels for Hopper GPUs (sm_90);
+    """What scores and chooses pools. "triton": this project's kernels, for GPUs from sm_80 on;
     "torch": plain torch, any device, slow; "auto": "triton" where it runs, else "torch", and the
     log says which and why."""
 

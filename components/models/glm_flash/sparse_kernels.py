@@ -10,9 +10,9 @@ from components.models.glm_flash.documents import Documents
 from components.models.glm_flash.indexer import IndexerInputs, PoolSelector
 from components.models.glm_flash.mla import SparseMlaCore
 from components.models.settings import KernelChoice
-from kernels.backends.ops import INDEXER, SPARSE_MLA
+from kernels.backends.ops import INDEXER, SPARSE_MLA, IndexerKernels
 from kernels.backends.registry import ITEMSIZE, Choice
-from kernels.dsa import dense, select_op, sparse_mla
+from kernels.dsa import dense, sparse_mla
 
 if TYPE_CHECKING:
     from components.models.glm_flash.settings import GlmFlashModel
@@ -96,10 +96,11 @@ class KernelPoolSelector(PoolSelector):
     def forward(self, inputs: IndexerInputs, documents: Documents, begin: int) -> torch.Tensor:
         """See ``PoolSelector.forward``."""
         settings = self.config
-        return select_op.select_pools(
+        kernels: IndexerKernels = INDEXER.load(settings.backend)
+        return INDEXER.guard(settings.backend, kernels.select_pools)(
             inputs.queries, inputs.weights, inputs.keys, inputs.pools, documents.position,
             documents.lengths, size=settings.kpool, count=self.count, scale=settings.scale,
-            begin=begin, backend=settings.backend,
+            begin=begin,
         )  # fmt: skip
 
 
