@@ -21,7 +21,7 @@ from kernels.dsa.pooling import Pools
 class SparseMlaKernels(Protocol):
     """Attention of absorbed queries over latents; no autograd.
 
-    Tensors: q, out and their gradients (Q, heads, r) of one 16-bit dtype; latent (T, r) of the
+    Tensors: q, out and their gradients (Q, heads, r) in bfloat16; latent (T, r) of the
     same; lse (Q, heads) float32, natural logarithm; pools int32 (Q, n), document-relative,
     ascending, then -1; position and start int64 (Q,).
     """
@@ -44,19 +44,20 @@ class SparseMlaKernels(Protocol):
         self,
         q: torch.Tensor,
         latent: torch.Tensor,
-        out: torch.Tensor,
-        grad_out: torch.Tensor,
-        lse: torch.Tensor,
         pools: torch.Tensor,
         position: torch.Tensor,
         start: torch.Tensor,
-        grad_latent: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        grad: torch.Tensor,
+        dlatent: torch.Tensor,
         *,
         size: int,
         scale: float,
         deterministic: bool,
-    ) -> torch.Tensor:
-        """The gradient of q; adds that of the latents to ``grad_latent``, float32 (T, r)."""
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The gradient of q, and None; ``grad`` is that of ``out``, and the latents' is added to
+        ``dlatent``, float32 (T, r)."""
         ...
 
 

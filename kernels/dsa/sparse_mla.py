@@ -228,8 +228,8 @@ def run_backward(
             some, some_lse = forward(absorbed, low, *of_rows, **options)
         add_bmm_(grad_maps[:, d_qk:], grad.permute(1, 2, 0), some.transpose(0, 1))
         grad_some = _by_heads(grad, maps.value)
-        grad_absorbed = backward(
-            absorbed, low, some, grad_some, some_lse, *of_rows, grad_latent,
+        grad_absorbed, _ = backward(
+            absorbed, low, *of_rows, some, some_lse, grad_some, grad_latent,
             **options, deterministic=exact_order,
         )  # fmt: skip
         del absorbed, some, grad_some

@@ -30,20 +30,20 @@ class Gathering:
         return out.to(q.dtype), logits.logsumexp(-1)
 
     def backward(
-        self, q: torch.Tensor, latent: torch.Tensor, out: torch.Tensor, grad_out: torch.Tensor,
-        lse: torch.Tensor, pools: torch.Tensor, position: torch.Tensor, start: torch.Tensor,
-        grad_latent: torch.Tensor, *, size: int, scale: float, deterministic: bool,
-    ) -> torch.Tensor:  # fmt: skip
+        self, q: torch.Tensor, latent: torch.Tensor, pools: torch.Tensor, position: torch.Tensor,
+        start: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, grad: torch.Tensor,
+        dlatent: torch.Tensor, *, size: int, scale: float, deterministic: bool,
+    ) -> tuple[torch.Tensor, None]:  # fmt: skip
         self._count("deterministic backward" if deterministic else "backward", q)
         tokens, keys, logits = self._logits(q, latent, pools, position, start, size, scale)
         p = (logits - lse.unsqueeze(-1)).exp()
-        grad = grad_out.to(p.dtype)
+        grad = grad.to(p.dtype)
         inner = (grad * out.to(p.dtype)).sum(-1, keepdim=True)
         grad_logits = p * (torch.einsum("qhr,qkr->qhk", grad, keys) - inner) * scale
         grad_keys = torch.einsum("qhk,qhr->qkr", p, grad)
         grad_keys += torch.einsum("qhk,qhr->qkr", grad_logits, q.to(p.dtype))
-        grad_latent.index_add_(0, tokens.flatten(), grad_keys.flatten(0, 1))
-        return torch.einsum("qhk,qkr->qhr", grad_logits, keys).to(q.dtype)
+        dlatent.index_add_(0, tokens.flatten(), grad_keys.flatten(0, 1))
+        return torch.einsum("qhk,qkr->qhr", grad_logits, keys).to(q.dtype), None
 
     def _count(self, what: str, q: torch.Tensor) -> None:
         assert q.is_contiguous()

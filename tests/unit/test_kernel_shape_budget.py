@@ -28,8 +28,8 @@ class Shapes:
     def forward(self, q: torch.Tensor, *rest: Any, **options: Any) -> tuple[torch.Tensor, ...]:
         return torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
 
-    def backward(self, q: torch.Tensor, *rest: Any, **options: Any) -> torch.Tensor:
-        return torch.empty_like(q)
+    def backward(self, q: torch.Tensor, *rest: Any, **options: Any) -> tuple[torch.Tensor, None]:
+        return torch.empty_like(q), None
 
 
 class Ledger(TorchDispatchMode):

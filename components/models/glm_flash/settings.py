@@ -13,6 +13,7 @@ from components.models.glm_flash.sparse_kernels import choose_sparse_kernels
 from components.models.glm_flash.spec import build_glm_flash_spec
 from components.models.settings import Finding, KernelChoice, ModelSettings
 from kernels.kda.fla import check_width
+from kernels.tuned import fla as tuned
 
 if TYPE_CHECKING:
     from components.core.recipe import Recipe
@@ -202,6 +203,8 @@ class GlmFlashModel(ModelSettings):
         if kernel == "reference":
             return KernelChoice(notes=notes)
         self._refuse_without_fla(device)
+        state = tuned.note()
+        notes = (f"{notes[0]}, {state}" if state else notes[0],)
         return KernelChoice(overrides=(fla_kda, fla_short_conv), notes=notes)
 
     def check(self) -> list[Finding]:
