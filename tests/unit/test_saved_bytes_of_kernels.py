@@ -80,7 +80,7 @@ def test_a_piece_needs_room_for_what_its_kernel_made() -> None:
         return sizes[DSA_MOE]
 
     made = PIECE * heads * (rank * 2 + 4)
-    latents = TOKENS * rank * 2
+    latents = TOKENS * rank * (2 + 4)
     assert needed("tilelang") - needed("torch") == (
         made + chunk + latents - 2 * absorbed.CHUNK_BYTES
     )

@@ -18,9 +18,10 @@ temporary tensors per token while a part runs backward:
   and what it keeps that is 72.0 GiB for 64 heads and 131,072 tokens, where 72.3 were measured.
 * DSA: gradients of queries, outputs and latents; latents and their gradient in float32; the maps to
   keys and values and their gradients in float32; and by ``model.sparse_mla_kernel``: "torch", two
-  chunks of queries (``kernels.dsa.absorbed``); "tilelang", one of ``model.sparse_mla_chunk`` and
-  the latents in the compute dtype, in a piece also latent outputs and LSE, hre + 4h; "dense", one
-  such chunk, and keys and values of all heads with their gradients, h (d_q + d_v) (2e + 4).
+  chunks of queries (``kernels.dsa.absorbed``); "tilelang", one of ``model.sparse_mla_chunk``, the
+  latents in the compute dtype and their gradient in float32, in a piece also latent outputs and
+  LSE, hre + 4h; "dense", one such chunk, and keys and values of all heads with their gradients,
+  h (d_q + d_v) (2e + 4).
 * SwiGLU: as many gradients as tensors were kept.
 * MoE: beyond what was kept, the most of: the shared experts' SwiGLU; gradients of outputs KDe; of
   activations KIe; and, with outputs, activations, gate and up gone again, gradients of gate and up
@@ -216,7 +217,8 @@ class _Layer:
             "torch": 2 * absorbed.CHUNK_BYTES,
             "dense": model.sparse_mla_chunk + self.tokens * (queries + values) * (2 * e + _FLOAT32),
         }
-        kernel = model.sparse_mla_chunk + self.tokens * model.kv_lora_rank * e
+        latents = self.tokens * model.kv_lora_rank * (e + _FLOAT32)
+        kernel = model.sparse_mla_chunk + latents
         chunk = chunks.get(self.form.sparse_mla, kernel)
         return tokens * (row + 2 * _FLOAT32 * model.kv_lora_rank) + chunk + maps
 
