@@ -4,16 +4,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
-from torchtitan.models.common.moe import GroupedExperts
-
 from components.core.base import Component, MemoryTerm, Target
 from components.core.problems import Problem
-from components.core.sizes import local_tokens
 from components.core.units import Tokens
 from components.expert_dispatch.experts import chunked_experts
 from components.expert_dispatch.partition import ChunkRule, Membership
-from components.recompute.terms import kept_routed_outputs, output_bytes
+from components.expert_dispatch.sizes import expert_parameters, kept_bytes, routed_tokens
 from components.titan.plan import RunPlan
 
 if TYPE_CHECKING:
@@ -88,7 +84,7 @@ class SequenceChunkedMoE(Component):
         yield from self._check_layout(recipe)
 
     def _check_tokens(self, recipe: "Recipe") -> Iterator[Problem]:
-        tokens, training = _tokens(recipe), recipe.training
+        tokens, training = routed_tokens(recipe), recipe.training
         if self.config.chunk_tokens >= tokens:
             yield Problem(
                 f"{self.path}.chunk_tokens",
@@ -128,35 +124,9 @@ class SequenceChunkedMoE(Component):
     def memory_terms(self, recipe: "Recipe", target: Target) -> list[MemoryTerm]:
         """What a recomputed layer takes instead of running its experts again, and the sums of one
         layer's gradients."""
-        output = output_bytes(recipe) * _tokens(recipe) // local_tokens(recipe)
-        layers = range(recipe.model.n_layers)
-        kept = sum(kept_routed_outputs(recipe, layer) for layer in layers)
-        sums = _FLOAT32 * _local_parameters(recipe)
         sizes = {
-            "outputs of routed experts, kept for recomputed layers": kept * output,
-            "float32 sums of one layer's expert gradients, in its backward": sums,
+            "outputs of routed experts, kept for recomputed layers": kept_bytes(recipe),
+            "float32 sums of one layer's expert gradients, in its backward": _FLOAT32
+            * expert_parameters(recipe),
         }
         return [MemoryTerm(name, size) for name, size in sizes.items() if size]
-
-
-def _tokens(recipe: "Recipe") -> int:
-    """Tokens that the experts of one rank's layer are given at a time, before dispatch."""
-    tokens, parallel, training = local_tokens(recipe), recipe.parallelism, recipe.training
-    if parallel.expert_parallel_degree == 1:
-        # Tensor-parallel ranks hold slices of all experts, and all tokens.
-        tokens *= parallel.tensor_parallel_degree
-    if parallel.pipeline_parallel_degree > 1:
-        tokens = tokens * parallel.pipeline_parallel_microbatch_size // training.local_batch_size
-    return tokens
-
-
-def _local_parameters(recipe: "Recipe") -> int:
-    """Parameters of one layer's routed experts, as gathered on one rank."""
-    parallel = recipe.parallelism
-    with torch.device("meta"):
-        sizes = [
-            sum(parameter.numel() for parameter in config.build().parameters())
-            for _, config, *_ in recipe.model.build_spec().model.traverse(GroupedExperts.Config)
-        ]
-    shards = parallel.expert_parallel_degree
-    return max(sizes) // (shards if shards > 1 else parallel.tensor_parallel_degree)

@@ -1,4 +1,8 @@
-"""One matrix product per group of rows: torch's grouped kernel where it runs, a loop elsewhere."""
+"""One matrix product per group of rows: torch's grouped kernel where it runs, a loop elsewhere.
+
+The kernel reads where groups end from the device; groups without rows are allowed. It is not asked
+where there is no row at all: strides of a transposed operand without rows do not tell its layout.
+"""
 
 import torch
 import torch.nn.functional as F
@@ -6,6 +10,8 @@ import torch.nn.functional as F
 
 def grouped_mm_loop(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """The definition, one product per group; waits for the device to learn the group sizes."""
+    if not len(x):
+        return x @ weight[0].t()  # with a graph: parameters still get their gradient, zeros
     bounds = [0, *ends.tolist()]
     parts = [
         x[begin:end] @ weight[group].t()
@@ -15,7 +21,9 @@ def grouped_mm_loop(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -
 
 
 def has_kernel(x: torch.Tensor) -> bool:
-    """Whether torch's grouped kernel takes this dtype on this device; on CUDA that is bfloat16."""
+    """Whether torch's grouped kernel takes these rows; on CUDA they must be bfloat16."""
+    if not len(x):
+        return False
     if x.is_cuda:
         return x.dtype == torch.bfloat16
     return x.dtype in (torch.float32, torch.bfloat16)
@@ -68,6 +76,8 @@ def grouped_outer(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor) -> torch
     """
     if has_kernel(a):
         return F.grouped_mm(a.t(), b, offs=ends)
+    if not len(a):
+        return a.new_zeros(len(ends), a.shape[1], b.shape[1])
     out = a.new_empty(len(ends), a.shape[1], b.shape[1])
     begin = 0
     for group, end in enumerate(ends.tolist()):

@@ -1,11 +1,15 @@
 """What `make check` reports about a recipe that passed: sizes, mesh, tokens per step."""
 
+from typing import cast
+
 from torchtitan.distributed import ParallelDims
+from torchtitan.models.common.decoder import Decoder
 
 from components.core.base import MemoryTerm, Target
 from components.core.recipe import Recipe
 from components.core.registry import component_types, enabled_components, loss_term
 from components.models.counts import count_parameters
+from components.models.position import table_bytes
 from components.titan.batch import sequences_per_pass, sequences_per_step
 
 _RECOMPUTE = ("full_recompute", "layer_recompute")
@@ -33,7 +37,8 @@ def memory_terms(recipe: Recipe, target: Target) -> list[MemoryTerm]:
     """
     activations = _activations(recipe, target)
     estimated = recipe.model.layer_saved_bytes(recipe, target.device) is not None
-    total = count_parameters(recipe.model.build_spec()).total
+    spec = recipe.model.build_spec()
+    total = count_parameters(spec).total
     dims = ParallelDims.from_config(recipe.parallelism, target.ranks)
     nbytes = total * recipe.optimizer.bytes_per_parameter(recipe.training.dtype)
     state = MemoryTerm(
@@ -43,9 +48,11 @@ def memory_terms(recipe: Recipe, target: Target) -> list[MemoryTerm]:
         ("" if estimated else "activations inside layers, ")
         + "buffers and communication come on top",
     )
+    nbytes = table_bytes(cast(Decoder.Config, spec.model), recipe.training.seq_len)
+    tables = [MemoryTerm("rotary tables of the whole sequence", nbytes)] if nbytes else []
     enabled = enabled_components(recipe.components)
     of_components = (t for component in enabled for t in component.memory_terms(recipe, target))
-    return [state, *of_components, *activations]
+    return [state, *tables, *of_components, *activations]
 
 
 def _activations(recipe: Recipe, target: Target) -> list[MemoryTerm]:

@@ -9,9 +9,11 @@ from torchtitan.config import derive, override
 from torchtitan.models.common.moe import RoutedExperts
 from torchtitan.models.common.token_dispatcher import BaseEPTokenDispatcher
 
-from components.expert_dispatch.balanced import Surroundings, run_balanced
+from components.core.shards import local_of
+from components.expert_dispatch.balanced import run_balanced
+from components.expert_dispatch.layer_pass import Surroundings
 from components.expert_dispatch.layer_plan import LayerLoad, LayerPlan, PlanRule, gather_counts
-from components.expert_dispatch.partition import ChunkRule, Membership, Partition, agree
+from components.expert_dispatch.partition import WHOLE, ChunkRule, Membership, Partition, agree
 from components.expert_dispatch.weights import weight_group
 from components.recompute.tape import choice, recomputing
 from components.titan.combine import combine_at_home
@@ -46,6 +48,12 @@ class BalancedRoutedExperts(RoutedExperts):
         membership: Membership
         """See ``ChunkRule``."""
 
+        kept_chunks: int
+        """See ``run_balanced``."""
+
+        rounded_sums: bool
+        """See ``Surroundings``."""
+
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.plan_rule = PlanRule(
@@ -53,14 +61,16 @@ class BalancedRoutedExperts(RoutedExperts):
             minimum_rows=config.minimum_rows,
             threshold=config.threshold,
         )
-        self.chunk_rule = None
+        self.chunk_rule = WHOLE
         if config.chunk_tokens is not None:
             self.chunk_rule = ChunkRule(
                 chunk_tokens=config.chunk_tokens,
                 max_chunks=config.max_chunks,
                 membership=config.membership,
             )
+        self.kept_chunks, self.rounded_sums = config.kept_chunks, config.rounded_sums
         self.latest: LayerLoad | None = None
+        self._agreed = False
 
     def forward(
         self,
@@ -72,7 +82,7 @@ class BalancedRoutedExperts(RoutedExperts):
         """Tokens (B, L, D), weights (B, L, K), expert ids (B, L, K) -> (B, L, D).
 
         Raises:
-            DisagreementError: ranks that exchange tokens cut them by different settings.
+            DisagreementError: ranks that exchange tokens follow different settings.
             ValueError: experts are not spread over ranks: there is nothing to even out.
         """
         routing = x_BLD, topk_scores_BLK, topk_expert_ids_BLK
@@ -80,14 +90,16 @@ class BalancedRoutedExperts(RoutedExperts):
         group = self._group()
         layer = self._plan(ids, group)
         if not recomputing():
-            self.latest = layer.load()
+            self.latest = layer.load(x.itemsize * x.shape[1], self._expert_bytes(layer))
         around = Surroundings(
             experts=self.inner_experts,
             combine=partial(combine_at_home, self.token_dispatcher),
             rows_group=group,
             weights_group=weight_group(group),
+            rounded_sums=self.rounded_sums,
         )
-        return run_balanced(around, layer, x, weights, ids).view(x_BLD.shape)
+        out = run_balanced(around, layer, x, weights, ids, self.kept_chunks)
+        return out.view(x_BLD.shape)
 
     def _group(self) -> dist.ProcessGroup:
         dispatcher = self.token_dispatcher
@@ -111,11 +123,24 @@ class BalancedRoutedExperts(RoutedExperts):
 
     def _partition(self, ids: torch.Tensor, group: dist.ProcessGroup) -> Partition:
         rule, tokens = self.chunk_rule, len(ids)
-        if rule is None:
-            # One chunk on every rank: nothing to agree about.
-            return Partition(tokens=tokens, chunks=1, largest=tokens, membership="strided")
-        largest = choice(lambda: torch.tensor(agree(rule, tokens, group, ids.device).largest))
-        return rule.cut(tokens, int(largest))
+
+        def ask() -> Partition:
+            return agree(rule, tokens, group, ids.device, self.plan_rule.settings)
+
+        if rule.max_chunks == 1:
+            # Whatever ranks hold, it is one chunk: the settings are worth asking for, once. A rank
+            # that was told to cut asks in the same way, so they meet and see that they differ.
+            if not self._agreed:
+                ask()
+                self._agreed = True
+            return rule.cut(tokens)
+        return rule.cut(tokens, int(choice(lambda: torch.tensor(ask().largest))))
+
+    def _expert_bytes(self, layer: LayerPlan) -> int:
+        """Of one expert's weights, as they are while the layer runs."""
+        return sum(local_of(p).nbytes for p in self.inner_experts.parameters()) // (
+            layer.local_experts
+        )
 
 
 @override(target=RoutedExperts.Config, description="routed experts spread over ranks by a plan")
@@ -128,6 +153,8 @@ def balanced_experts(
     chunk_tokens: int | None = None,
     max_chunks: int = 1,
     membership: Membership = "strided",
+    kept_chunks: int = 0,
+    rounded_sums: bool = False,
 ) -> BalancedRoutedExperts.Config:
     return derive(
         cfg,
@@ -138,4 +165,6 @@ def balanced_experts(
         chunk_tokens=chunk_tokens,
         max_chunks=max_chunks,
         membership=membership,
+        kept_chunks=kept_chunks,
+        rounded_sums=rounded_sums,
     )

@@ -40,6 +40,15 @@ class PlanRule:
             if not (math.isfinite(value) and value >= 1):
                 raise ValueError(f"{name} is {value}; legal: 1 or more")
 
+    @property
+    def settings(self) -> dict[str, int | float]:
+        """By name, each of one type whatever it was given as; see ``partition.agree``."""
+        return {
+            "capacity_factor": float(self.capacity_factor),
+            "minimum_rows": self.minimum_rows,
+            "threshold": float(self.threshold),
+        }
+
     def plan(self, loads: torch.Tensor, ranks: int) -> Plan:
         """See ``plan``."""
         return plan(loads, ranks, self.capacity_factor, self.minimum_rows, self.threshold)
@@ -77,16 +86,25 @@ class LayerPlan:
         """Experts that live on a rank."""
         return self.counts.shape[2] // len(self.counts)
 
-    def load(self) -> "LayerLoad":
-        """What a user wants to know of it."""
+    def load(self, row_bytes: int, expert_bytes: int) -> "LayerLoad":
+        """What a user wants to know of it. Waits for nothing.
+
+        Args:
+            row_bytes: of one row as it is exchanged.
+            expert_bytes: of one expert's weights as they are copied.
+        """
         rows = self.plan.rank_rows
         total = int(rows.sum())
+        peak = max(sum(chunk.received(self.rank)) for chunk in self.chunks)
+        copies = sum(move.native == self.rank for move in self.plan.transfers)
         return LayerLoad(
             before=imbalance(self.plan.loads, self.plan.ranks),
             after=int(rows.max()) * len(rows) / total if total else 1.0,
             chunks=len(self.chunks),
-            receive_peak=max(sum(chunk.received(self.rank)) for chunk in self.chunks),
-            copies_sent=sum(move.native == self.rank for move in self.plan.transfers),
+            receive_peak=peak,
+            receive_peak_bytes=peak * row_bytes,
+            copies_sent=copies,
+            copied_bytes=copies * expert_bytes,
         )
 
 
@@ -105,8 +123,13 @@ class LayerLoad:
     receive_peak: int
     """Rows that this rank received in one chunk, at most."""
 
+    receive_peak_bytes: int
+
     copies_sent: int
     """Experts whose weights this rank sent to others, once per copy; again in backward."""
+
+    copied_bytes: int
+    """Of these weights."""
 
 
 def scaled(whole: Plan, loads: torch.Tensor) -> Plan:

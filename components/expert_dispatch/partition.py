@@ -5,6 +5,8 @@ chunks, however many tokens each holds: a rank with fewer takes part with smalle
 ones.
 """
 
+import struct
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -62,6 +64,10 @@ class ChunkRule:
             raise ValueError(f"tokens is {tokens}; legal: 0 to largest, which is {most}")
         chunks = max(1, min(-(-most // self.chunk_tokens), self.max_chunks))
         return Partition(tokens=tokens, chunks=chunks, largest=most, membership=self.membership)
+
+
+WHOLE = ChunkRule(chunk_tokens=1, max_chunks=1)
+"""One chunk, however many tokens."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,7 +129,11 @@ class Partition:
 
 
 def agree(
-    rule: ChunkRule, tokens: int, group: dist.ProcessGroup | None, device: torch.device
+    rule: ChunkRule,
+    tokens: int,
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+    others: Mapping[str, int | float] | None = None,
 ) -> Partition:
     """Cut this rank's tokens into as many chunks as every other rank of its group.
 
@@ -134,25 +144,65 @@ def agree(
         tokens: of this rank.
         group: whose ranks exchange chunks; None: this rank alone.
         device: where the group's collectives run.
+        others: further settings that the ranks must share, by name; the same names, of the same
+            types, on every rank. Floats are compared to the bit.
 
     Raises:
         DisagreementError: the ranks follow different rules; raised on every rank alike.
     """
     if group is None:
         return rule.cut(tokens)
-    mine = [rule.chunk_tokens, rule.max_chunks, _MEMBERSHIPS.index(rule.membership)]
+    settings = _Settings(rule, others or {})
+    mine = settings.codes
     # The largest negative is the smallest: they differ exactly where ranks disagree.
     most = torch.tensor([tokens, *mine, *(-value for value in mine)], device=device)
     dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
     largest, *values = most.tolist()
     if values[: len(mine)] != [-value for value in values[len(mine) :]]:
-        raise DisagreementError(_disagreement(mine, group, device))
+        raise DisagreementError(_disagreement(settings, group, device))
     return rule.cut(tokens, largest)
 
 
-def _disagreement(mine: list[int], group: dist.ProcessGroup, device: torch.device) -> str:
-    """Who follows which rule. A collective call."""
-    here = torch.tensor(mine, device=device)
+class _Settings:
+    """What ranks compare, as whole numbers of 64 bits."""
+
+    def __init__(self, rule: ChunkRule, others: Mapping[str, int | float]) -> None:
+        self._values: dict[str, int | float | str] = {
+            "chunk_tokens": rule.chunk_tokens,
+            "max_chunks": rule.max_chunks,
+            "membership": rule.membership,
+            **others,
+        }
+
+    @property
+    def codes(self) -> list[int]:
+        return [_code(value) for value in self._values.values()]
+
+    def read(self, codes: Sequence[int]) -> str:
+        """Another rank's codes as text."""
+        values = zip(self._values.items(), codes, strict=True)
+        return ", ".join(f"{name} {_value(code, mine)!r}" for (name, mine), code in values)
+
+
+def _code(value: int | float | str) -> int:
+    if isinstance(value, str):
+        return _MEMBERSHIPS.index(value)
+    if isinstance(value, float):
+        return struct.unpack("<q", struct.pack("<d", value))[0]
+    return value
+
+
+def _value(code: int, like: int | float | str) -> int | float | str:
+    if isinstance(like, str):
+        return _MEMBERSHIPS[code]
+    if isinstance(like, float):
+        return struct.unpack("<d", struct.pack("<q", code))[0]
+    return code
+
+
+def _disagreement(settings: _Settings, group: dist.ProcessGroup, device: torch.device) -> str:
+    """Who follows which settings. A collective call."""
+    here = torch.tensor(settings.codes, device=device)
     everyone = [torch.empty_like(here) for _ in range(dist.get_world_size(group))]
     dist.all_gather(everyone, here, group=group)
     followers: dict[tuple[int, ...], list[int]] = {}
@@ -160,10 +210,10 @@ def _disagreement(mine: list[int], group: dist.ProcessGroup, device: torch.devic
         followers.setdefault(tuple(theirs.tolist()), []).append(rank)
     lines = [
         f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}: "
-        f"chunk_tokens {tokens}, max_chunks {chunks}, membership {_MEMBERSHIPS[membership]!r}"
-        for (tokens, chunks, membership), ranks in followers.items()
+        f"{settings.read(codes)}"
+        for codes, ranks in followers.items()
     ]
     return (
-        "ranks that exchange experts' tokens cut them by different settings, so their chunks would "
+        "ranks that exchange experts' tokens follow different settings, so what they send would "
         f"not match; start all of them with the same recipe. {'; '.join(lines)}"
     )

@@ -4,13 +4,14 @@ Every rank posts its sends and receives in the plan's order of transfers, so the
 agree on what comes first. A rank without transfers takes no part.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
-from components.expert_dispatch.plan import Plan, Transfer
+from components.expert_dispatch.plan import Plan
+from kernels.precision import accumulation_dtype
 
 _GROUPS: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 
@@ -25,8 +26,16 @@ def weight_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
         ranks = dist.get_process_group_ranks(group)
         made = dist.new_group(ranks, use_local_synchronization=True)
         assert isinstance(made, dist.ProcessGroup)  # this rank is in it
+        _meet(made)
         _GROUPS[group] = made
     return _GROUPS[group]
+
+
+def _meet(group: dist.ProcessGroup) -> None:
+    """NCCL wants all ranks in a group's first exchange; later ones may leave some out."""
+    on_gpu = "nccl" in dist.get_backend_config(group)
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    dist.all_reduce(torch.zeros(1, device=device), group=group)
 
 
 class Migration:
@@ -49,14 +58,12 @@ class Migration:
         """Experts that this rank helps with; ascending, as its holdings are."""
         return len(self._coming)
 
-    def fetch(self, weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Copies of foreign experts, and this rank's own to whoever asks.
+    def fetch(self, weights: Sequence[torch.Tensor]) -> "Fetch":
+        """Ask for copies of foreign experts, and send this rank's own to whoever asks.
 
         Args:
-            weights: of the experts that live here, each (E / P, ...).
-
-        Returns:
-            Each (foreign, ...).
+            weights: of the experts that live here, each (E / P, ...); as they are until the copies
+                have arrived.
         """
         foreign = [weight.new_empty(self.foreign, *weight.shape[1:]) for weight in weights]
         operations = []
@@ -68,16 +75,14 @@ class Migration:
                 self._from(move.native, into)
                 for move, into in zip(self._coming, others, strict=True)
             ]
-        self._run(operations)
-        return foreign
+        return Fetch(foreign, self._run(operations), weights)
 
-    def send_home(self, foreign: torch.Tensor | None, own: torch.Tensor | None) -> None:
-        """Add the gradients of one parameter's copies to those of the rank where it lives.
+    def send_home(self, foreign: torch.Tensor | None, own: torch.Tensor) -> "Return":
+        """Send the gradients of one parameter's copies to the rank where it lives.
 
         Args:
-            foreign: of the copies here, (foreign, ...); None if there are none.
-            own: (E / P, ...), of the same dtype; added to in place, in the order of transfers. None
-                if no copy of this rank's experts has left.
+            foreign: of the copies here, (foreign, ...), in full precision; None if there are none.
+            own: tells the shape of those of this rank's experts, (E / P, ...).
         """
         operations, arriving = [], []
         if self._coming:
@@ -86,25 +91,12 @@ class Migration:
                 self._to(move.native, gradient)
                 for move, gradient in zip(self._coming, foreign, strict=True)
             ]
-        if self._leaving:
-            assert own is not None
-            arriving = [torch.empty_like(own[0]) for _ in self._leaving]
-            operations += [
-                self._from(move.helper, into)
-                for move, into in zip(self._leaving, arriving, strict=True)
-            ]
-        self._run(operations)
-        for move, gradient in self._arrived(arriving):
-            assert own is not None
-            own[move.expert % self._share] += gradient
-
-    @property
-    def lends(self) -> bool:
-        """Whether copies of this rank's experts are elsewhere."""
-        return bool(self._leaving)
-
-    def _arrived(self, arriving: list[torch.Tensor]) -> Iterator[tuple[Transfer, torch.Tensor]]:
-        return zip(self._leaving, arriving, strict=True)
+        wide = accumulation_dtype(own.dtype)
+        for move in self._leaving:
+            into = own.new_empty(own.shape[1:], dtype=wide)
+            arriving.append((move.expert % self._share, into))
+            operations.append(self._from(move.helper, into))
+        return Return(arriving, self._run(operations), foreign)
 
     def _to(self, peer: int, tensor: torch.Tensor) -> dist.P2POp:
         return self._operation(dist.isend, peer, tensor)
@@ -113,12 +105,59 @@ class Migration:
         return self._operation(dist.irecv, peer, tensor)
 
     def _operation(self, kind: Callable, peer: int, tensor: torch.Tensor) -> dist.P2POp:
-        # By its number in the whole run: the group may hold any ranks of it.
-        everywhere = dist.get_global_rank(self._group, peer)
-        return dist.P2POp(kind, tensor, everywhere, self._group)
+        # By its number within the group, which may hold any ranks of the run.
+        return dist.P2POp(kind, tensor, group=self._group, group_peer=peer)
 
     @staticmethod
-    def _run(operations: list[dist.P2POp]) -> None:
-        if operations:
-            for work in dist.batch_isend_irecv(operations):
-                work.wait()
+    def _run(operations: list[dist.P2POp]) -> list[dist.Work]:
+        return dist.batch_isend_irecv(operations) if operations else []
+
+
+class Fetch:
+    """Copies of foreign experts under way.
+
+    Attributes:
+        copies: of each parameter, (foreign, ...); their values come with ``wait``.
+    """
+
+    def __init__(
+        self,
+        copies: list[torch.Tensor],
+        works: list[dist.Work],
+        lent: Sequence[torch.Tensor],
+    ) -> None:
+        self.copies, self._works, self._lent = copies, works, lent
+
+    def wait(self) -> list[torch.Tensor]:
+        """The copies, there for what is computed from now on. Call it on every rank: this one's
+        weights may be changed only afterwards."""
+        for work in self._works:
+            work.wait()
+        self._works, self._lent = [], ()
+        return self.copies
+
+
+class Return:
+    """Gradients of copies of one parameter under way to where it lives."""
+
+    def __init__(
+        self,
+        arriving: list[tuple[int, torch.Tensor]],
+        works: list[dist.Work],
+        leaving: torch.Tensor | None,
+    ) -> None:
+        self._arriving, self._works, self._leaving = arriving, works, leaving
+
+    def add_to(self, own: torch.Tensor) -> None:
+        """Add what has come for this rank's experts to their own (E / P, ...), in place, in the
+        order of transfers; summed in full precision, and rounded once if ``own`` is not in it."""
+        for work in self._works:
+            work.wait()
+        arriving, self._works, self._arriving, self._leaving = self._arriving, [], [], None
+        sums: dict[int, torch.Tensor] = {}
+        for expert, gradient in arriving:
+            if expert not in sums:
+                sums[expert] = own[expert].to(gradient.dtype)
+            sums[expert] += gradient
+        for expert, total in sums.items():
+            own[expert] = total

@@ -1,16 +1,19 @@
 """Models of torchtitan's own library, chosen by family and flavor."""
 
 import importlib
+import math
 import sys
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from typing import TYPE_CHECKING, Literal, cast
 
+from torchtitan.models.common import CosSinRoPE, RoPE
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.protocols.model_spec import ModelSpec
 
-from components.core.problems import did_you_mean
+from components.core.problems import did_you_mean, shown
+from components.models.position import LibraryPosition, Position, restretch
 from components.models.settings import Finding
 from components.models.titan_attention import TitanAttention, TitanAttentionSettings
 
@@ -36,6 +39,8 @@ class _Shape:
     n_experts: int | None
 
 
+_SCALINGS = ("library", "none", "linear", "ntk", "yarn")
+
 # Stands for a model that does not exist: nothing is too much for it, so that the one complaint
 # about it is that of ``TitanModel.check``.
 _NO_MODEL = _Shape(
@@ -55,13 +60,20 @@ def flavors(family: TitanFamily) -> list[str]:
 
 @dataclass(kw_only=True, slots=True)
 class TitanModel(TitanAttentionSettings):
-    """A text decoder exactly as torchtitan's library defines it, Hugging Face adapter included."""
+    """A text decoder as torchtitan's library defines it, Hugging Face adapter included."""
 
     family: TitanFamily
     """torchtitan's model package."""
 
     flavor: str
     """Size within the family, as torchtitan names it: "20b", "8B", "debugmodel", ..."""
+
+    rope_theta: float | None = None
+    """Base of the rotary embedding's wavelengths; null: the published one."""
+
+    position: Position = field(default_factory=LibraryPosition)
+    """How the rotary embedding stretches to longer contexts: of gpt-oss, whose table the layers
+    share; elsewhere it is the published one."""
 
     @property
     def vocab_size(self) -> int:
@@ -71,7 +83,7 @@ class TitanModel(TitanAttentionSettings):
     @property
     def max_seq_len(self) -> int:
         """Longest sequence that the model's rotary embedding is defined for, in tokens."""
-        return self._shape().max_seq_len
+        return self.position.longest or self._shape().max_seq_len
 
     @property
     def n_layers(self) -> int:
@@ -86,7 +98,17 @@ class TitanModel(TitanAttentionSettings):
     def build_spec(self) -> ModelSpec:
         """See ``ModelSettings.build_spec``."""
         self.refuse_problems()
-        return _spec(self.family, self.flavor, self.inner_attention)
+        spec = _spec(self.family, self.flavor, self.inner_attention)
+        for layer in cast(Decoder.Config, spec.model).layers:
+            layer.attention.rope = self._rope(layer.attention.rope)
+        return spec
+
+    def _rope(self, published: RoPE.Config) -> RoPE.Config:
+        if self.rope_theta is not None:
+            published = replace(published, theta=self.rope_theta)
+        if self.family != "gpt_oss":
+            return published
+        return restretch(self.position, cast(CosSinRoPE.Config, published))
 
     def check(self) -> list[Finding]:
         """See ``ModelSettings.check``."""
@@ -99,17 +121,49 @@ class TitanModel(TitanAttentionSettings):
         if self.flavor not in known:
             message = f"{self.flavor!r} is no flavor of {self.family}; "
             found.append(("model.flavor", message + _choices(self.flavor, known)))
-        return found
+        return found + self._check_position()
+
+    def _check_position(self) -> list[Finding]:
+        position, found = self.position, []
+        if self.rope_theta is not None and not 0 < self.rope_theta < math.inf:
+            message = f"{self.rope_theta} is not positive; legal: above 0, or null"
+            found.append(("model.rope_theta", message))
+        if position.kind != "rope":
+            message = (
+                f"{position.kind!r}: torchtitan's decoders are published with rotary embeddings; "
+                "legal: 'rope' (the others: components.models.moe.MoEModel)"
+            )
+            return [*found, ("model.position.kind", message)]
+        if self.family != "gpt_oss":
+            return [*found, *self._published_alone()]
+        if position.scaling not in _SCALINGS:
+            legal = ", ".join(map(repr, _SCALINGS))
+            message = f"{position.scaling!r} is not offered for gpt_oss; legal: {legal}"
+            return [*found, ("model.position.scaling", message)]
+        if position.mscale != 1.0 and position.scaling == "yarn":
+            message = f"{position.mscale}: gpt-oss's attention has its own temperature; legal: 1"
+            found.append(("model.position.mscale", message))
+        return found + position.check()
+
+    def _published_alone(self) -> Iterator[Finding]:
+        published = LibraryPosition()
+        for key in fields(published):
+            value, legal = getattr(self.position, key.name), getattr(published, key.name)
+            if value != legal:
+                message = f"{shown(value)} is not offered for {self.family}; legal: {shown(legal)}"
+                yield f"model.position.{key.name}", message
+                return
 
     def check_run(self, recipe: "Recipe") -> list[Finding]:
         """See ``ModelSettings.check_run``."""
+        found = self.position.check_length(recipe.training.seq_len)
         if self.family == "gpt_oss" and recipe.training.mixed_precision_param == "float32":
             message = (
                 "'float32' fails in torchtitan's gpt-oss experts, which always return bfloat16; "
                 "use bfloat16"
             )
-            return [("training.mixed_precision_param", message)]
-        return []
+            found.append(("training.mixed_precision_param", message))
+        return found
 
     def _shape(self) -> _Shape:
         known = self.family in _FLAVOR_TABLES and self.flavor in flavors(self.family)

@@ -1,6 +1,6 @@
 """Mixture-of-experts decoders with grouped-query attention: settings and their checks."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from torchtitan.protocols.model_spec import ModelSpec
@@ -8,6 +8,7 @@ from torchtitan.protocols.model_spec import ModelSpec
 from components.core.problems import divisors
 from components.core.units import Tokens
 from components.models.moe_spec import build_moe_spec
+from components.models.position import Position
 from components.models.ranges import below, not_positive, uneven_expert_widths
 from components.models.settings import Finding
 from components.models.titan_attention import TitanAttentionSettings
@@ -88,6 +89,9 @@ class MoEModel(TitanAttentionSettings):
     rope_theta: float = 10_000.0
     """Base of the rotary embedding's wavelengths; larger for longer contexts."""
 
+    position: Position = field(default_factory=Position)
+    """How positions are told apart, and how that stretches to longer contexts."""
+
     score_func: Literal["sigmoid", "softmax"] = "sigmoid"
     """What turns router logits into scores (float32)."""
 
@@ -126,6 +130,7 @@ class MoEModel(TitanAttentionSettings):
     def check(self) -> list[Finding]:
         """See ``ModelSettings.check``."""
         problems = TitanAttentionSettings.check(self) + self._check_ranges()
+        problems += self._check_position()
         if not problems:
             # Divisibility is worth reading only once every number is in range.
             problems = self._check_attention() + self._check_experts() + self._check_dense()
@@ -133,14 +138,27 @@ class MoEModel(TitanAttentionSettings):
 
     def check_run(self, recipe: "Recipe") -> list[Finding]:
         """See ``ModelSettings.check_run``."""
+        found = self.position.check_length(recipe.training.seq_len)
+        found += self._check_alibi_run(recipe)
         alone = recipe.parallelism.expert_parallel_degree == 1
         if self.comm_backend == "standard" or not alone:
-            return []
+            return found
         message = (
             f"{self.comm_backend!r} exchanges tokens between expert-parallel ranks; there is only "
             "one; use 'standard', or parallelism.expert_parallel_degree 2 or more"
         )
-        return [("model.comm_backend", message)]
+        return [*found, ("model.comm_backend", message)]
+
+    def _check_alibi_run(self, recipe: "Recipe") -> list[Finding]:
+        degree = recipe.parallelism.context_parallel_degree
+        if self.position.kind != "alibi" or degree == 1:
+            return []
+        message = (
+            f"'alibi' cannot run with parallelism.context_parallel_degree {degree}, whose ranks "
+            "hold tokens without their distances; legal: 'rope' or 'none', or "
+            "parallelism.context_parallel_degree 1"
+        )
+        return [("model.position.kind", message)]
 
     def _check_ranges(self) -> list[Finding]:
         found = [
@@ -156,6 +174,22 @@ class MoEModel(TitanAttentionSettings):
                     "legal: above 0 (usually 0.001), or null for no balancing",
                 )
             )
+        return found
+
+    def _check_position(self) -> list[Finding]:
+        if self.position.scaling == "library":
+            message = (
+                "'library' keeps what a model of torchtitan was published with, and this is none; "
+                "legal: 'none', 'linear', 'ntk', 'yarn', 'llama'"
+            )
+            return [("model.position.scaling", message)]
+        found = self.position.check()
+        if self.position.kind == "alibi" and self.attention == "varlen":
+            message = (
+                "'alibi' adds to attention scores, which model.attention 'varlen' cannot; "
+                "legal: 'rope' or 'none', or model.attention 'auto', 'flex' or 'sdpa'"
+            )
+            found.append(("model.position.kind", message))
         return found
 
     def _check_attention(self) -> list[Finding]:

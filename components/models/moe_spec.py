@@ -5,8 +5,9 @@ from typing import TYPE_CHECKING
 
 import torch.nn as nn
 from torchtitan.components.optimizer import register_moe_load_balancing_hook
+from torchtitan.config import derive
 from torchtitan.distributed.pipeline_parallel import pipeline_llm
-from torchtitan.models.common import CosSinRoPE, Embedding, FeedForward, Linear, RMSNorm
+from torchtitan.models.common import Embedding, FeedForward, Linear, RMSNorm
 from torchtitan.models.common.attention import GQAttention
 from torchtitan.models.common.config_utils import (
     get_attention_config,
@@ -20,6 +21,9 @@ from torchtitan.models.common.param_init import skip_param_init
 from torchtitan.models.qwen3.model import Qwen3Model, Qwen3TransformerBlock
 from torchtitan.models.qwen3.parallelize import parallelize_qwen3
 from torchtitan.protocols.model_spec import ModelSpec
+
+from components.models.position import build_rope
+from components.titan.position import AlibiAttention
 
 if TYPE_CHECKING:
     from components.models.moe import MoEModel
@@ -72,7 +76,7 @@ def _layer(model: "MoEModel", index: int) -> Qwen3TransformerBlock.Config:
 
 
 def _attention(model: "MoEModel") -> GQAttention.Config:
-    return make_gqa_config(
+    attention = make_gqa_config(
         dim=model.dim,
         n_heads=model.n_heads,
         n_kv_heads=model.n_kv_heads,
@@ -81,11 +85,17 @@ def _attention(model: "MoEModel") -> GQAttention.Config:
         wo_param_init={"weight": _residual_normal(model)},
         inner_attention=get_attention_config(model.inner_attention),
         fuse_qkv=True,
-        rope=CosSinRoPE.Config(
-            dim=model.head_dim, max_seq_len=model.max_seq_len, theta=model.rope_theta
+        rope=build_rope(
+            model.position,
+            dim=model.head_dim,
+            max_seq_len=model.max_seq_len,
+            theta=model.rope_theta,
+            n_heads=model.n_heads,
         ),
         qk_norm=_norm(model, model.head_dim) if model.qk_norm else None,
     )
+    alibi = model.position.kind == "alibi"
+    return derive(attention, AlibiAttention.Config) if alibi else attention
 
 
 def _moe(model: "MoEModel") -> MoE.Config:

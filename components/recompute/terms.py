@@ -6,6 +6,7 @@ from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.moe import TokenChoiceTopKRouter
 
 from components.core.sizes import compute_itemsize, local_tokens
+from components.expert_dispatch.cut import cut_of
 from components.models.glm_flash.indexer import Indexer
 from components.models.glm_flash.settings import GlmFlashModel
 
@@ -44,9 +45,8 @@ def kept_outputs(recipe: "Recipe", layer: int) -> int:
 
 
 def kept_routed_outputs(recipe: "Recipe", layer: int) -> int:
-    """1 if ``sequence_chunked_moe`` has a layer keep an output that is no sub-layer's, else 0."""
-    components = recipe.components
-    if not (components.sequence_chunked_moe.enabled and components.layer_recompute.enabled):
+    """1 if experts that run again in backward keep an output that is no sub-layer's, else 0."""
+    if cut_of(recipe) is None or not recipe.components.layer_recompute.enabled:
         return 0
     moe = cast(Decoder.Config, recipe.model.build_spec().model).layers[layer].moe
     if moe is None:

@@ -17,6 +17,7 @@ from torchtitan.tools.utils import get_cuda_flash_attention_impl
 
 from kernels.attention.naive import masked_attention
 from kernels.attention.sdpa import chunked_sdpa, mask_of_queries
+from kernels.position.alibi import DistanceBias
 
 AttentionBackend = Literal["flex", "varlen", "sdpa"]
 OutTransform = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -90,15 +91,19 @@ class SdpaAttention(FlexAttention):
         the dense fp32 path serves it.
         """
         refuse_unknown(others)
-        if score_mod is not None:
-            raise ValueError("model.attention: 'sdpa' cannot apply a score_mod; use 'flex'")
+        if score_mod is not None and not isinstance(score_mod, DistanceBias):
+            raise ValueError(
+                "model.attention: 'sdpa' cannot apply a score_mod other than ALiBi's; use 'flex'"
+            )
         q, k, v = (t.transpose(1, 2) for t in (q_BLNH, k_BLNH, v_BLNH))
         if out_transform is None:
-            return chunked_sdpa(q, k, v, attention_masks.mask_mod, scale).transpose(1, 2)
+            out = chunked_sdpa(q, k, v, attention_masks.mask_mod, scale, bias=score_mod)
+            return out.transpose(1, 2)
         mask = mask_of_queries(
             attention_masks.mask_mod, q.shape[0], 0, q.shape[2], k.shape[2], q.device
         )
-        out, lse = masked_attention(q, k, v, mask, scale)
+        bias = None if score_mod is None else score_mod.rows(0, q.shape[2], k.shape[2])
+        out, lse = masked_attention(q, k, v, mask, scale, bias)
         return out_transform(out.transpose(1, 2), lse.transpose(1, 2))
 
 

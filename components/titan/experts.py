@@ -1,59 +1,72 @@
-"""Routed experts in two steps, so that backward can run the first again and leave the second out.
+"""Routed experts taken apart into products and an activation.
 
-An expert's last product, ``hidden @ w2.T``, is linear: its gradients need ``hidden`` alone, and so
-does the gradient of a route's weight. Recomputing the product itself would be dead work.
+``w2 @ swiglu(w1 @ x, w3 @ x)`` for every row. Whoever runs the parts itself decides what is
+kept in between and in which order gradients are made, and can leave the last product out of a
+second run.
 """
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, runtime_checkable
 
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 from torchtitan.models.common.moe import GroupedExperts
 
-Weights = Mapping[str, torch.Tensor]
-"""By the names of the module's parameters; each (experts, ...), of any number of experts."""
+from kernels.grouped_mm import grouped_mm
 
-Hidden = Callable[[torch.Tensor, Weights, torch.Tensor], torch.Tensor]
-"""Rows sorted by expert (R, D), weights, ends of the experts' rows int32 -> (R, F)."""
+GATE, UP, LAST = "w1_EFD", "w3_EFD", "w2_EDF"
+"""Names of the parameters: (experts, F, D) twice, and (experts, D, F)."""
 
 
 @runtime_checkable
-class _InTwoSteps(Protocol):
-    def hidden(self, rows: torch.Tensor, weights: Weights, ends: torch.Tensor) -> torch.Tensor: ...
+class _Limited(Protocol):
+    limit: float
 
 
-LAST = "w2_EDF"
-"""Name of the last product's weight, (experts, D, F)."""
+@runtime_checkable
+class _WithActivation(Protocol):
+    activation: _Limited
 
 
-def hidden_of(experts: nn.Module) -> Hidden:
-    """What some experts do before their last product.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Parts:
+    """What some experts are made of."""
+
+    product: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+    """Rows sorted by expert (R, in), weights (experts, out, in), ends of the experts' rows int32
+    (experts,) -> (R, out)."""
+
+    limit: float
+    """Of the activation, see ``kernels.expert_rows.op.swiglu``."""
+
+    dtype: torch.dtype | None
+    """Of the products' operands; None: that of the rows, which is that of the weights as well."""
+
+
+def parts_of(experts: nn.Module) -> Parts:
+    """Take some experts apart.
 
     Raises:
-        ValueError: the experts are of a kind that is not known in two steps.
+        ValueError: the experts are of a kind whose parts are not known.
     """
     # A subclass of torchtitan's may do anything in between, unless it says what.
-    if isinstance(experts, _InTwoSteps):
-        return experts.hidden
+    if isinstance(experts, _WithActivation) and isinstance(experts.activation, _Limited):
+        return Parts(product=grouped_mm, limit=experts.activation.limit, dtype=None)
     if type(experts) is not GroupedExperts:
         raise ValueError(
             f"the routed experts are {type(experts).__name__}, whose last product cannot be told "
-            "from the others; legal: torchtitan's GroupedExperts, or experts with a hidden method"
+            "from the others; legal: torchtitan's GroupedExperts, or experts whose activation is "
+            "SwiGLU with a limit"
         )
+    return Parts(product=partial(_product, experts), limit=math.inf, dtype=torch.bfloat16)
 
-    return partial(_hidden, experts)
 
-
-def _hidden(
-    experts: GroupedExperts, rows: torch.Tensor, weights: Weights, ends: torch.Tensor
+def _product(
+    experts: GroupedExperts, rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor
 ) -> torch.Tensor:
-    given = rows.bfloat16()
-
-    def product(name: str) -> torch.Tensor:
-        weight = weights[name].bfloat16().transpose(-2, -1)
-        return experts._grouped_mm(A=given, B_t=weight, offs=ends)
-
-    return F.silu(product("w1_EFD")) * product("w3_EFD")
+    if not len(rows):
+        return rows.new_empty(0, weight.shape[1])
+    return experts._grouped_mm(A=rows, B_t=weight.transpose(-2, -1), offs=ends)

@@ -28,6 +28,7 @@ class RecipeTrainer(Trainer):
 
     Attributes:
         stopped_by: signal number that ended training early, or None.
+        host_group: all ranks, for what must not wait for the device; None for one rank.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -44,11 +45,11 @@ class RecipeTrainer(Trainer):
         self, config: Config, *, enabled: list[Component], expert_load: ExpertLoad
     ) -> None:
         super().__init__(config)
-        self._host_group = _host_group(config.comm.init_timeout_seconds)
+        self.host_group = _host_group(config.comm.init_timeout_seconds)
         self._agree_on_data()
         self.enabled = enabled
         self.stopped_by: int | None = None
-        self._stop = StopRequest(self._host_group)
+        self._stop = StopRequest(self.host_group)
         self.metrics_processor.total_steps = config.training.steps
         self.metrics_processor.sources.append(partial(self._report_load, expert_load))
         for component in enabled:
@@ -99,8 +100,9 @@ class RecipeTrainer(Trainer):
                 watched.enter_context(watcher.microbatch())
             # Detached: the graph, and what it still holds, ends here and not with the next pass.
             loss = super().forward_backward_step(**batch).detach()
-        for component in self.enabled:
-            component.after_microbatch(self)
+            # Watched as well: what components hold for the micro-batch is let go here.
+            for component in self.enabled:
+                component.after_microbatch(self)
         return loss
 
     def post_dataloading_process(
@@ -153,10 +155,10 @@ class RecipeTrainer(Trainer):
         Raises:
             ValueError: ranks tokenised different documents; every group of ranks is named.
         """
-        if self._host_group is None or not isinstance(self.dataloader, PackedLoader):
+        if self.host_group is None or not isinstance(self.dataloader, PackedLoader):
             return
         digests: list[str] = [""] * dist.get_world_size()
-        dist.all_gather_object(digests, self.dataloader.store.digest, group=self._host_group)
+        dist.all_gather_object(digests, self.dataloader.store.digest, group=self.host_group)
         refuse_different_corpora(digests)
 
     def _seed_step(self) -> None:

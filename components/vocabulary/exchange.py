@@ -6,10 +6,10 @@ import torch
 import torch.distributed as dist
 
 from components.vocabulary.collectives import gather, start_gather, start_sum
-from components.vocabulary.products import multiply
 from components.vocabulary.rounds import Rounds
 from components.vocabulary.tokens import Tokens
 from kernels.precision import accumulation_dtype
+from kernels.products import multiply
 from kernels.vocabulary_loss.state import merge
 
 

@@ -13,11 +13,11 @@ import torch.distributed as dist
 
 from components.vocabulary.exchange import Alone, Exchange, Together
 from components.vocabulary.layout import VocabularyLayout
-from components.vocabulary.products import add_product, multiply
 from components.vocabulary.rounds import Rounds
 from components.vocabulary.strips import strip_buffer
 from components.vocabulary.tokens import agree, check_arguments, everyones
 from kernels.precision import accumulation_dtype
+from kernels.products import add_product, multiply
 from kernels.vocabulary_loss.op import fold_strip, gradient_
 from kernels.vocabulary_loss.state import log_probability, new_state, normaliser
 

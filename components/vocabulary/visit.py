@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 import torch
 
-from components.vocabulary.products import add_product, multiply
 from components.vocabulary.strips import strip_buffer
+from kernels.products import add_product, multiply
 from kernels.vocabulary_loss.op import fold_strip, gradient_
 
 

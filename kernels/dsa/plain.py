@@ -29,38 +29,76 @@ class _SparseMla(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(q, latent, kv_b, pools, position, start)
         ctx.size, ctx.scale = size, scale
-        w_key, w_value = split_maps(kv_b, *q.shape[1:])
-        wide = latent.to(accumulation_dtype(latent.dtype))
-        out = q.new_empty(*q.shape[:2], w_value.shape[1])
-        for rows, chunk in _chunks(q, wide, w_key, pools, position, start, size, scale):
-            mixed = torch.einsum("qhk,qkr->qhr", chunk.probabilities, chunk.keys)
-            out[rows] = torch.einsum("qhr,hvr->qhv", mixed, w_value).to(out.dtype)
-        return out
+        return attend(q, latent, kv_b, pools, position, start, size=size, scale=scale)
 
     @staticmethod
     def backward(ctx: Any, grad_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        q, latent, kv_b, pools, position, start = ctx.saved_tensors
-        w_key, w_value = split_maps(kv_b, *q.shape[1:])
-        wide = latent.to(accumulation_dtype(latent.dtype))
-        grad_q = torch.empty_like(q)
-        grad_latent = torch.zeros_like(wide)
-        grad_w_key, grad_w_value = torch.zeros_like(w_key), torch.zeros_like(w_value)
-        for rows, c in _chunks(q, wide, w_key, pools, position, start, ctx.size, ctx.scale):
-            grad = grad_out[rows].to(wide.dtype)
-            mixed = torch.einsum("qhk,qkr->qhr", c.probabilities, c.keys)
-            grad_w_value += torch.einsum("qhv,qhr->hvr", grad, mixed)
-            grad_mixed = torch.einsum("qhv,hvr->qhr", grad, w_value)
-            grad_p = torch.einsum("qhr,qkr->qhk", grad_mixed, c.keys)
-            inner = (grad_mixed * mixed).sum(-1, keepdim=True)
-            grad_logits = c.probabilities * (grad_p - inner) * ctx.scale
-            grad_absorbed = torch.einsum("qhk,qkr->qhr", grad_logits, c.keys)
-            grad_q[rows] = torch.einsum("qhr,hdr->qhd", grad_absorbed, w_key).to(q.dtype)
-            grad_w_key += torch.einsum("qhd,qhr->hdr", c.q, grad_absorbed)
-            grad_keys = torch.einsum("qhk,qhr->qkr", c.probabilities, grad_mixed)
-            grad_keys += torch.einsum("qhk,qhr->qkr", grad_logits, c.absorbed)
-            grad_latent.index_add_(0, c.tokens.flatten(), grad_keys.flatten(0, 1))
-        grad_kv_b = torch.cat([grad_w_key, grad_w_value], 1).flatten(0, 1).to(kv_b.dtype)
-        return grad_q, grad_latent.to(latent.dtype), grad_kv_b, *(None,) * 5
+        # Once: a recomputed layer gives them out once.
+        tensors = ctx.saved_tensors
+        grad_q, grad_latent, grad_kv_b = attend_backward(
+            grad_out, *tensors, size=ctx.size, scale=ctx.scale
+        )
+        return grad_q, grad_latent.to(tensors[1].dtype), grad_kv_b, *(None,) * 5
+
+
+def attend(
+    q: torch.Tensor,
+    latent: torch.Tensor,
+    kv_b: torch.Tensor,
+    pools: torch.Tensor,
+    position: torch.Tensor,
+    start: torch.Tensor,
+    *,
+    size: int,
+    scale: float,
+) -> torch.Tensor:
+    """``sparse_mla`` without a graph. Queries may be fewer than the tokens of ``latent``."""
+    w_key, w_value = split_maps(kv_b, *q.shape[1:])
+    wide = latent.to(accumulation_dtype(latent.dtype))
+    out = q.new_empty(*q.shape[:2], w_value.shape[1])
+    for rows, chunk in _chunks(q, wide, w_key, pools, position, start, size, scale):
+        mixed = torch.einsum("qhk,qkr->qhr", chunk.probabilities, chunk.keys)
+        out[rows] = torch.einsum("qhr,hvr->qhv", mixed, w_value).to(out.dtype)
+    return out
+
+
+def attend_backward(
+    grad_out: torch.Tensor,
+    q: torch.Tensor,
+    latent: torch.Tensor,
+    kv_b: torch.Tensor,
+    pools: torch.Tensor,
+    position: torch.Tensor,
+    start: torch.Tensor,
+    *,
+    size: int,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of ``attend``'s q, latent and kv_b, given its result's.
+
+    That of the latent is not rounded: it is float32 (float64 for float64), for sums over ranks.
+    """
+    w_key, w_value = split_maps(kv_b, *q.shape[1:])
+    wide = latent.to(accumulation_dtype(latent.dtype))
+    grad_q = torch.empty_like(q)
+    grad_latent = torch.zeros_like(wide)
+    grad_w_key, grad_w_value = torch.zeros_like(w_key), torch.zeros_like(w_value)
+    for rows, c in _chunks(q, wide, w_key, pools, position, start, size, scale):
+        grad = grad_out[rows].to(wide.dtype)
+        mixed = torch.einsum("qhk,qkr->qhr", c.probabilities, c.keys)
+        grad_w_value += torch.einsum("qhv,qhr->hvr", grad, mixed)
+        grad_mixed = torch.einsum("qhv,hvr->qhr", grad, w_value)
+        grad_p = torch.einsum("qhr,qkr->qhk", grad_mixed, c.keys)
+        inner = (grad_mixed * mixed).sum(-1, keepdim=True)
+        grad_logits = c.probabilities * (grad_p - inner) * scale
+        grad_absorbed = torch.einsum("qhk,qkr->qhr", grad_logits, c.keys)
+        grad_q[rows] = torch.einsum("qhr,hdr->qhd", grad_absorbed, w_key).to(q.dtype)
+        grad_w_key += torch.einsum("qhd,qhr->hdr", c.q, grad_absorbed)
+        grad_keys = torch.einsum("qhk,qhr->qkr", c.probabilities, grad_mixed)
+        grad_keys += torch.einsum("qhk,qhr->qkr", grad_logits, c.absorbed)
+        grad_latent.index_add_(0, c.tokens.flatten(), grad_keys.flatten(0, 1))
+    grad_kv_b = torch.cat([grad_w_key, grad_w_value], 1).flatten(0, 1).to(kv_b.dtype)
+    return grad_q, grad_latent, grad_kv_b
 
 
 def sparse_mla(

@@ -90,6 +90,12 @@ def _routing_profile(recipe: Recipe) -> Iterator[Problem]:
         message = f"{value} finds no router: the model has no experts"
         yield Problem(path, message, "use null, or a model with experts")
         return
+    if recipe.parallelism.spmd_backend == "full_dtensor":
+        message = (
+            f"{value} chooses experts on plain tensors, and parallelism.spmd_backend "
+            "'full_dtensor' has router scores of another kind"
+        )
+        yield Problem(path, message, "use parallelism.spmd_backend=spmd_types, or null")
     problem = profile.problem(model.n_experts)
     if problem:
         most = model.n_experts - (profile.percent < 100)

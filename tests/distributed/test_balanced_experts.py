@@ -3,8 +3,8 @@
 import gc
 import os
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -21,14 +21,18 @@ from torchtitan.models.common.moe import RoutedExperts
 import components.expert_dispatch.balanced as balanced
 import components.expert_dispatch.balanced_experts as module
 import components.expert_dispatch.last_product as last_product
+import components.expert_dispatch.travel as travel
 import components.models.glm_flash.experts as glm_experts
+import components.titan.experts as parts
 from components.expert_dispatch.balanced_experts import BalancedRoutedExperts, balanced_experts
+from components.expert_dispatch.layer_pass import Surroundings
 from components.expert_dispatch.layer_plan import LayerPlan
 from components.expert_dispatch.partition import DisagreementError
-from components.expert_dispatch.rows import ChunkRows
+from components.expert_dispatch.travel import Outward
 from components.recompute.layer import RecomputedLayer
 from components.titan.dispatch import gloo
 from tests.distributed.spawn import run_ranks
+from tests.swaps import counted, kept, replaced
 from tests.unit.experts_support import (
     DIM,
     EXPERTS,
@@ -139,7 +143,9 @@ def compare(family: str, lengths: tuple[int, ...], draw: Routing) -> None:
             limit = 1e-12 if family == "glm" else 1.2e-2
             assert_close(found[name], gradient, limit, f"{name} of {what}")
         check_plan(plans[0], lengths)
-        assert experts.latest == plans[0].load()
+        copied = sum(parameter.nbytes for parameter in experts.parameters()) // EXPERTS
+        sizes = DIM * x.itemsize, copied * len(lengths)
+        assert experts.latest == plans[0].load(*sizes)
 
 
 def check_plan(layer: LayerPlan, lengths: tuple[int, ...]) -> None:
@@ -172,8 +178,10 @@ def compare_bits() -> None:
     rank = dist.get_rank()
     n = (20, 3, 0, 9)[rank]
     x, given = rows(n, rank, torch.bfloat16), FIRST_HALF(n, rank)
-    products = replaced(glm_experts, "grouped_mm", row_by_row)
-    with products, replaced(last_product, "grouped_mm_by_columns", row_by_row_back):
+    with ExitStack() as stack:
+        for owner in (glm_experts, parts):
+            stack.enter_context(replaced(owner, "grouped_mm", row_by_row))
+        stack.enter_context(replaced(last_product, "grouped_mm_by_columns", row_by_row_back))
         expected, _ = gradients(on_ranks("glm", torch.bfloat16), x, *given)
         found = [gradients(planned("glm", torch.bfloat16, **form), x, *given) for form in FORMS]
     for out, grads in found:
@@ -206,14 +214,14 @@ class Layer(nn.Module):
         return run(self.experts, x, *self.given)
 
 
-def compare_recomputed() -> None:
+def compare_recomputed(kept_chunks: int) -> None:
     """A recomputed layer asks nobody again, runs no forward again, and computes the same."""
     n = (20, 3, 0, 9)[dist.get_rank()]
     x, given = rows(n, 3), FIRST_HALF(n, 3)
     expected, wanted = gradients(on_ranks("glm"), x, *given)
-    experts = planned("glm", chunk_tokens=CHUNK, max_chunks=64)
+    experts = planned("glm", chunk_tokens=CHUNK, max_chunks=64, kept_chunks=kept_chunks)
     calls: list[str] = []
-    watched = (module, "agree"), (module, "gather_counts"), (balanced._Pass, "forward")
+    watched = (module, "agree"), (module, "gather_counts"), (balanced, "_forward")
     with ExitStack() as stack:
         for owner, name in watched:
             stack.enter_context(counted(owner, name, calls))
@@ -224,43 +232,49 @@ def compare_recomputed() -> None:
     assert_close(x.grad, wanted["x"], 1e-12, "recomputed x")
     for name, parameter in experts.named_parameters():
         assert_close(parameter.grad, wanted[name], 1e-12, f"recomputed {name}")
-    assert sorted(calls) == ["agree", "forward", "gather_counts"]
+    assert sorted(calls) == ["_forward", "agree", "gather_counts"]
 
 
-@contextmanager
-def replaced(owner: Any, name: str, function: Callable) -> Iterator[None]:
-    original = getattr(owner, name)
-    setattr(owner, name, function)
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)
+def compare_ways() -> None:
+    """In line or beside the computation, whatever is kept, and with memory spoilt once it is let go
+    of: the same bits, with one chunk, two (no chunk is both first and last) and more."""
+    rank = dist.get_rank()
+    n = (20, 3, 0, 9)[rank]
+    ways: list[dict[str, Any]] = [{"beside": False}, {}, {"kept_chunks": 1}, {"kept_chunks": 9}]
+    for family, chunks in (("glm", 1), ("glm", 2), ("moe", 3)):
+        x, given = rows(n, rank, DTYPES[family]), FIRST_HALF(n, rank)
+        experts = planned(family, chunk_tokens=1, max_chunks=chunks)
+        found = [in_a_way(experts, x, *given, **way) for way in ways]
+        assert experts.latest is not None and experts.latest.chunks == chunks
+        rounded = planned(family, chunk_tokens=1, max_chunks=chunks, rounded_sums=True)
+        check_rounded(gradients(rounded, x, *given), found[0], family == "moe" and chunks > 1)
+        for way, (out, grads) in zip(ways, found, strict=True):
+            assert torch.equal(out, found[0][0]), way
+            for name, gradient in grads.items():
+                assert torch.equal(gradient, found[0][1][name]), (name, way)
 
 
-@contextmanager
-def kept(owner: Any, name: str, results: list[Any]) -> Iterator[None]:
-    """Keeps what a function returns while it lasts."""
-    original = getattr(owner, name)
-
-    def call(*args: Any) -> Any:
-        results.append(original(*args))
-        return results[-1]
-
-    with replaced(owner, name, call):
-        yield
+def check_rounded(found: Any, exact: Any, rounds: bool) -> None:
+    """Rounding the sums of parameters' gradients between chunks changes nothing else."""
+    assert torch.equal(found[0], exact[0])
+    for name, gradient in exact[1].items():
+        if rounds and "inner_experts" in name:
+            assert_close(found[1][name], gradient, 4e-3, name)
+        else:
+            assert torch.equal(found[1][name], gradient), name
 
 
-@contextmanager
-def counted(owner: Any, name: str, calls: list[str]) -> Iterator[None]:
-    """Writes down calls of a function while it lasts."""
-    original = getattr(owner, name)
-
-    def call(*args: Any) -> Any:
-        calls.append(name)
-        return original(*args)
-
-    with replaced(owner, name, call):
-        yield
+def in_a_way(
+    experts: BalancedRoutedExperts, *given: torch.Tensor, beside: bool = True, kept_chunks: int = 0
+) -> tuple[torch.Tensor, dict[str, torch.Tensor | None]]:
+    experts.kept_chunks = kept_chunks
+    with ExitStack() as stack:
+        for owner, name, function in (
+            (module, "Surroundings", partial(Surroundings, beside=beside)),
+            (travel, "let_go", lambda memory: memory.fill_(torch.nan)),
+        ):
+            stack.enter_context(replaced(owner, name, function))
+        return gradients(experts, *given)
 
 
 def compare_groups() -> None:
@@ -310,31 +324,54 @@ def check_memory() -> None:
         saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
-    alive, outputs = [], []
-    original = ChunkRows.dispatch
+    alive, taken = [], []
+    original = Outward.take
 
     def watched(*args: Any) -> torch.Tensor:
-        alive.append(sum(output() is not None for output in outputs))
-        out = original(*args)
-        outputs.append(weakref.ref(out))
-        return out
+        alive.append(sum(found() is not None for found in taken))
+        found = original(*args)
+        taken.append(weakref.ref(found))
+        return found
 
     gc.disable()
-    with replaced(ChunkRows, "dispatch", watched):
+    with replaced(Outward, "take", watched):
         with saved_tensors_hooks(keep, lambda tensor: tensor):
             out = run(experts, *leaves, ids)
         assert sorted(saved.values()) == sorted([n * DIM * 8, n * TOP_K * 4, n * TOP_K * 8])
+        forward = len(alive)
         out.backward(rows(n, 7))
     gc.enable()
-    # Forward sends a chunk's tokens; backward its tokens and the gradients of its outputs.
-    assert alive == [0] * 4 + [0, 1] * 4
-    assert not any(output() is not None for output in outputs)
+    # Of every part of a chunk, forward takes the rows; backward these twice, and their gradients.
+    assert alive == [0] * 4 * forward and forward >= 4
+    assert not any(found() is not None for found in taken)
 
 
 def check_disagreement() -> None:
-    experts = planned("glm", chunk_tokens=CHUNK + dist.get_rank() % 2, max_chunks=64)
-    with pytest.raises(DisagreementError, match="different settings"):
-        run(experts, rows(9, 0), *routing(9))
+    """Before anything is sent, on every rank; each kind of setting, also of one chunk only."""
+    odd = dist.get_rank() % 2
+    several = {"chunk_tokens": CHUNK, "max_chunks": 64}
+    forms: list[tuple[dict[str, Any], str]] = [
+        (several | {"chunk_tokens": CHUNK + odd}, "chunk_tokens 9"),
+        (several | {"minimum_rows": 1 + odd}, "minimum_rows 2"),
+        ({"capacity_factor": 1.0 + odd * 2**-52}, "capacity_factor 1.0000000000000002"),
+        ({"threshold": 1 + odd * 0.5}, "threshold 1.5"),
+        (several if odd else {}, "chunk_tokens 8, max_chunks 64"),
+    ]
+    for form, says in forms:
+        experts = planned("glm", **({"capacity_factor": 1.0} | form))
+        with pytest.raises(DisagreementError, match=f"different settings.* ranks? 1.*: .*{says}"):
+            run(experts, rows(9, 0), *routing(9))
+
+
+def check_questions() -> None:
+    """Of one chunk, ranks compare their settings once; of several, their tokens every time."""
+    x, given = rows(9, 0), routing(9)
+    for form, asked in (({}, 1), ({"chunk_tokens": CHUNK, "max_chunks": 64}, 3)):
+        experts, calls = planned("glm", **({"threshold": 1.0} | form)), []
+        with counted(module, "agree", calls):
+            for _ in range(3):
+                run(experts, x, *given)
+        assert len(calls) == asked
 
 
 def all_comparisons() -> None:
@@ -343,12 +380,15 @@ def all_comparisons() -> None:
         compare(*case)
     compare_bits()
     compare_unmoved()
-    compare_recomputed()
+    compare_ways()
+    for kept_chunks in (0, 2):
+        compare_recomputed(kept_chunks)
     if dist.get_world_size() == 4:
         compare_groups()
     check_frozen()
     check_memory()
     check_disagreement()
+    check_questions()
     dist.destroy_process_group()
 
 

@@ -38,6 +38,17 @@ LAYOUTS = {
         "components.sequence_chunked_moe.chunk_tokens=100",
     ],
 }
+PLANNED = {
+    "fsdp2_ep2_planned": [
+        "parallelism.expert_parallel_degree=2",
+        "components.layer_recompute.enabled=true",
+        "components.precision_trimming.enabled=true",
+        "components.selective_checkpoint_offload.enabled=true",
+        "components.pipelined_llep.enabled=true",
+        "components.pipelined_llep.chunk_tokens=100",
+        "components.pipelined_llep.minimum_rows=1",
+    ],
+}
 INDEXERS = ["components.indexer_training.enabled=true", "metrics.expert_load=true"]
 WITH_INDEXERS = {"fsdp2_ep2_indexers": ["parallelism.expert_parallel_degree=2", *INDEXERS]}
 EXPERTS = 8
@@ -116,7 +127,7 @@ def train_and_keep(trainer: RecipeTrainer) -> dict[str, Any]:
 
 def train_layout(name: str, layout: str, corpus: str, seed: str, out: str) -> None:
     """One rank of a layout's run."""
-    settings = [*overrides(corpus, seed), *(LAYOUTS | WITH_INDEXERS)[layout]]
+    settings = [*overrides(corpus, seed), *(LAYOUTS | PLANNED | WITH_INDEXERS)[layout]]
     kept = train(Path(out) / name, settings, use=train_and_keep)
     torch.save(kept, Path(out) / f"{name}.{os.environ['RANK']}.pt")
 
@@ -211,6 +222,19 @@ def test_a_rank_whose_experts_get_no_token_still_joins_and_counts(starved: Path)
             assert not gradient[EXPERTS_OF_RANK_1].any()
             assert gradient[: EXPERTS_OF_RANK_1.start].any()
     assert_as_one(starved, "fsdp2_ep2", ranks)
+
+
+@pytest.mark.slow
+def test_planned_experts_equal_one_rank(single: Path) -> None:
+    assert_as_one(single, "fsdp2_ep2_planned", two_ranks(single, "fsdp2_ep2_planned"))
+
+
+def test_a_rank_whose_experts_get_no_token_computes_half_of_the_others(starved: Path) -> None:
+    assert_as_one(starved, "fsdp2_ep2_planned", two_ranks(starved, "fsdp2_ep2_planned"))
+    for step in metrics(starved / "fsdp2_ep2_planned"):
+        assert (step["llep/rank_load"], step["llep/planned_rank_load"]) == (2, 1)
+        # Outputs of the experts wait on the host too, as planned to the byte.
+        assert step["offload/sent_gib"] == 2 * step["offload/payload_gib"]
 
 
 def test_indexer_training_and_expert_load_on_two_ranks_equal_one(single: Path) -> None:

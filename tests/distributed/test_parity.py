@@ -8,9 +8,10 @@ import pytest
 import torch
 from torchtitan.components.loss import IGNORE_INDEX
 
+from components.titan.memory.places import clean_name
 from components.titan.trainer import RecipeTrainer
 from tests.distributed.spawn import run_ranks
-from tests.training import full, losses, small_overrides, train, write_corpus
+from tests.training import full, losses, metrics, small_overrides, train, write_corpus
 
 pytestmark = pytest.mark.distributed
 
@@ -19,6 +20,14 @@ GLOBAL_BATCH = 8
 CHUNKS = [
     "components.sequence_chunked_moe.enabled=true",
     "components.sequence_chunked_moe.chunk_tokens=100",
+]
+PLANNED = [
+    "parallelism.expert_parallel_degree=2",
+    "components.pipelined_llep.enabled=true",
+    "components.pipelined_llep.chunk_tokens=100",
+    "components.pipelined_llep.minimum_rows=1",
+    "components.pipelined_llep.threshold=1",
+    "components.layer_recompute.enabled=true",
 ]
 LAYOUTS = {
     "fsdp2": ["parallelism.expert_parallel_degree=1"],
@@ -37,6 +46,18 @@ LAYOUTS = {
         "parallelism.tensor_parallel_degree=2",
         "parallelism.expert_parallel_degree=2",
         *CHUNKS,
+    ],
+    "ep2_planned": [*PLANNED, "debug.leak_guard=true"],
+    "tensor2_ep2_planned_in_chunks": ["parallelism.tensor_parallel_degree=2", *PLANNED],
+    "context2_ep2_planned_in_chunks": [
+        "parallelism.context_parallel_degree=2",
+        "components.chunked_loss.num_chunks=4",
+        *PLANNED,
+    ],
+    "ep2_planned_whole_in_no_chunks": [
+        "parallelism.expert_parallel_degree=2",
+        "components.llep.enabled=true",
+        "components.llep.minimum_rows=1",
     ],
 }
 SLOW = [name for name in LAYOUTS if "chunks" in name]
@@ -64,7 +85,7 @@ def train_and_keep_gradients(trainer: RecipeTrainer) -> dict[str, torch.Tensor]:
         original(iterator)
         if trainer.step == 1:
             for name, parameter in trainer.model_parts[0].named_parameters():
-                kept[name] = full(parameter.grad)
+                kept[clean_name(name)] = full(parameter.grad)
 
     trainer.train_step = step
     trainer.train()
@@ -118,3 +139,21 @@ def test_losses_and_every_gradient_equal_one_rank(layout: str, single: Path) -> 
         error = (several[name] - gradient).norm() / gradient.norm().clamp(min=1e-12)
         # Experts multiply in bf16 (8 bits), whatever the layout; the order of their sums differs.
         assert error < (1e-2 if "experts" in name else 2e-3), f"{name}: {error:.2e}"
+    if layout == "ep2_planned":
+        assert_loads(metrics(single / layout))
+
+
+def assert_loads(steps: list[dict[str, float]]) -> None:
+    """What a run says of its plans; 512 tokens of each rank in 6 chunks, 2 routes per token, at
+    most 86 tokens in a chunk."""
+    assert len(steps) == 3
+    for step in steps:
+        assert 2 >= step["llep/rank_load"] >= step["llep/mean_rank_load"] >= 1
+        assert step["llep/mean_planned_rank_load"] == step["llep/planned_rank_load"] == 1
+        assert step["llep/chunks"] == 6
+        # Of 344 that the router could send: chunks are routed nearly as the whole.
+        assert 2 * 86 <= step["llep/receive_peak_rows"] <= 1.25 * 2 * 86
+        assert step["llep/receive_peak_gib"] == step["llep/receive_peak_rows"] * 64 * 4 / 2**30
+        # Whole experts in float32, three matrices of 64 x 64 each, at most one per layer and pass.
+        copies = step["llep/copied_gib"] * 2**30 / (3 * 64 * 64 * 4)
+        assert copies == int(copies) and 1 <= copies <= 2 * 2 * 2

@@ -213,8 +213,10 @@ def test_components_come_after_those_they_name() -> None:
 def test_memory_is_the_sum_of_terms_and_decides_the_result(monkeypatch: Any) -> None:
     recipe = load_recipe(RECIPES / "moe_120b_128k_16xh200_fsdp2.yaml", []).recipe
     target = Target("cuda", 16, 139 * 2**30)
-    state, hidden, loss = memory_terms(recipe, target)
+    state, tables, hidden, loss = memory_terms(recipe, target)
     assert state.nbytes == 122_088_694_784 * 16 // 16
+    # Cosines and sines for heads of 128 in float32, one table for all layers, on every rank.
+    assert tables.nbytes == 131_072 * 2 * 128 * 4
     # 7 layers, 7,168 wide in bfloat16, one sequence over 16 ranks.
     cp = recipe.parallelism.context_parallel_degree
     assert hidden.nbytes == 7 * 7168 * 2 * 131_072 // cp
@@ -230,7 +232,7 @@ def test_memory_is_the_sum_of_terms_and_decides_the_result(monkeypatch: Any) -> 
     for kind in (Component, FullRecompute):
         monkeypatch.setattr(kind, "memory_terms", lambda self, recipe, target: [saved, grown])
     # Two components are on in this recipe.
-    of_components = memory_terms(recipe, target)[1:-1]
+    of_components = memory_terms(recipe, target)[2:-1]
     assert [t.nbytes for t in of_components] == [saved.nbytes, grown.nbytes] * 2
     assert "DO NOT FIT into the 139 GiB" in summarise(recipe, target)
 

@@ -73,15 +73,16 @@ def test_shares_of_many_rows_are_exact() -> None:
 def test_a_layer_says_how_uneven_it_was_and_what_moved() -> None:
     counts = torch.zeros(2, 2, 4, dtype=torch.int64)
     counts[:, :, 0] = 5
-    layers = [layer_of(counts, rank).load() for rank in range(2)]
+    layers = [layer_of(counts, rank).load(10, 1000) for rank in range(2)]
     assert [layer.before for layer in layers] == [2.0, 2.0]
     assert [layer.after for layer in layers] == [1.0, 1.0]
     assert [layer.copies_sent for layer in layers] == [1, 0]
-    assert [layer.receive_peak for layer in layers] == [5, 5]
+    assert [layer.copied_bytes for layer in layers] == [1000, 0]
+    assert [(layer.receive_peak, layer.receive_peak_bytes) for layer in layers] == [(5, 50)] * 2
 
 
 def test_no_token_anywhere_is_even() -> None:
-    layer = layer_of(torch.zeros(2, 1, 4, dtype=torch.int64)).load()
+    layer = layer_of(torch.zeros(2, 1, 4, dtype=torch.int64)).load(10, 1000)
     assert (layer.before, layer.after, layer.receive_peak, layer.copies_sent) == (1.0, 1.0, 0, 0)
 
 

@@ -229,4 +229,4 @@ def test_no_two_mistakes_of_a_corpus_are_one() -> None:
     for file in sorted(CORPUS.glob("*.txt")):
         mistakes = corpus(file.stem)
         assert len({m.name for m in mistakes}) == len({m.given for m in mistakes}) == len(mistakes)
-    assert len(list(CORPUS.glob("*.txt"))) == 9
+    assert len(list(CORPUS.glob("*.txt"))) == 10

@@ -7,6 +7,7 @@ import pytest
 from torchtitan.models.common.decoder import Decoder
 
 from components.models.library import TitanFamily, TitanModel, flavors
+from components.models.position import LibraryPosition
 from components.models.titan_attention import TitanAttention
 
 
@@ -95,7 +96,8 @@ def test_gpt_oss_experts_refuse_float32(family: Any) -> None:
     model = TitanModel(family=family, flavor="debugmodel")
     found = []
     for dtype in ("bfloat16", "float32"):
-        recipe: Any = SimpleNamespace(training=SimpleNamespace(mixed_precision_param=dtype))
+        training = SimpleNamespace(mixed_precision_param=dtype, seq_len=2048)
+        recipe: Any = SimpleNamespace(training=training)
         found += model.check_run(recipe)
     message = (
         "'float32' fails in torchtitan's gpt-oss experts, which always return bfloat16; "
@@ -108,3 +110,59 @@ def test_gpt_oss_experts_refuse_float32(family: Any) -> None:
 def test_ineffective_autotuning_is_refused() -> None:
     model = TitanModel(family="llama3", flavor="debugmodel", attention="varlen", flex_autotune=True)
     assert [key for key, _ in model.check()] == ["model.flex_autotune"]
+
+
+GPT_OSS: dict[str, Any] = {"family": "gpt_oss", "flavor": "20b"}
+LLAMA: dict[str, Any] = {"family": "llama3", "flavor": "8B"}
+TWICE: dict[str, Any] = {"factor": 2.0, "original_seq_len": 4096}
+REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
+    "alibi": (
+        GPT_OSS | {"position": LibraryPosition(kind="alibi")},
+        "model.position.kind: 'alibi': torchtitan's decoders are published with rotary embeddings; "
+        "legal: 'rope' (the others: components.models.moe.MoEModel)",
+    ),
+    "stretched_llama": (
+        LLAMA | {"position": LibraryPosition(scaling="ntk", **TWICE)},
+        "model.position.scaling: 'ntk' is not offered for llama3; legal: 'library'",
+    ),
+    "factor_of_llama": (
+        LLAMA | {"position": LibraryPosition(factor=2.0)},
+        "model.position.factor: 2.0 is not offered for llama3; legal: 1.0",
+    ),
+    "llama_ramp": (
+        GPT_OSS | {"position": LibraryPosition(scaling="llama", **TWICE)},
+        "model.position.scaling: 'llama' is not offered for gpt_oss; "
+        "legal: 'library', 'none', 'linear', 'ntk', 'yarn'",
+    ),
+    "theta": (
+        LLAMA | {"rope_theta": 0.0},
+        "model.rope_theta: 0.0 is not positive; legal: above 0, or null",
+    ),
+    "temperature": (
+        GPT_OSS | {"position": LibraryPosition(scaling="yarn", mscale=0.5, **TWICE)},
+        "model.position.mscale: 0.5: gpt-oss's attention has its own temperature; legal: 1",
+    ),
+    "unused_factor": (
+        GPT_OSS | {"position": LibraryPosition(factor=2.0)},
+        "model.position.factor: 2.0 has no effect with model.position.scaling = 'library'; "
+        "legal: 1.0, or model.position.scaling 'linear', 'ntk' or 'yarn'",
+    ),
+}
+
+
+@pytest.mark.parametrize(("settings", "message"), REFUSALS.values(), ids=REFUSALS.keys())
+def test_positions_that_a_published_model_cannot_have(settings: dict, message: str) -> None:
+    found = TitanModel(**settings).check()
+    assert [f"{key}: {text}" for key, text in found] == [message]
+
+
+def test_a_sequence_beyond_the_stretched_context_is_refused() -> None:
+    model = TitanModel(**GPT_OSS, position=LibraryPosition(scaling="yarn", **TWICE))
+    assert model.check() == []
+    assert model.max_seq_len == 8192
+    training = SimpleNamespace(mixed_precision_param="bfloat16", seq_len=16_384)
+    recipe: Any = SimpleNamespace(training=training)
+    ((key, message),) = model.check_run(recipe)
+    assert key == "model.position.factor"
+    assert message.startswith("2.0 x model.position.original_seq_len = 8192 tokens")
+    assert message.endswith("training.seq_len is 16384; legal: 4 or more")

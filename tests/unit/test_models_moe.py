@@ -315,7 +315,9 @@ def test_torch_refuses_the_widths_that_check_refuses() -> None:
 def test_an_exchange_without_expert_ranks_is_refused(
     backend: Any, degree: int, keys: list[str]
 ) -> None:
-    recipe: Any = SimpleNamespace(parallelism=SimpleNamespace(expert_parallel_degree=degree))
+    parallelism = SimpleNamespace(expert_parallel_degree=degree, context_parallel_degree=1)
+    training = SimpleNamespace(seq_len=SEQ_LEN)
+    recipe: Any = SimpleNamespace(parallelism=parallelism, training=training)
     found = tiny_moe(comm_backend=backend).check_run(recipe)
     assert [key for key, _ in found] == keys
     assert all(f"{backend!r} exchanges tokens" in message for _, message in found)

@@ -34,6 +34,19 @@ def test_the_recipe_passes_every_check(tmp_path: Path) -> None:
     assert ready.recipe.training.seq_len == 16 * 1024
 
 
+def test_the_extended_context_passes_every_check(tmp_path: Path) -> None:
+    recipe = tmp_path / "longer.yaml"
+    text = block("yaml", "scaling: yarn")
+    (path,) = re.findall(r"initial_load_path: (\S+)", text)
+    (tmp_path / "step-1000").mkdir()
+    recipe.write_text(text.replace(path, f"{tmp_path}/step-1000"))
+    ready = Ready(recipe, [], None, anywhere=True)
+    assert ready.recipe.training.seq_len == ready.recipe.model.position.longest == 512 * 1024
+    gpt_oss = README.split("make train RECIPE=gpt_oss_20b_128k_8xh200 ")[1].split("`")[0].split()
+    ready = Ready(ROOT / "recipes/gpt_oss_20b_128k_8xh200.yaml", gpt_oss, None, anywhere=True)
+    assert ready.recipe.training.seq_len == ready.recipe.model.max_seq_len == 256 * 1024
+
+
 def test_the_components_table_is_complete() -> None:
     for name, cls in registry.component_types().items():
         assert f"| `{name}` | {cls.summary} | {cls.source} |" in README

@@ -39,6 +39,7 @@ LARGE_ALONE = [
     *ALONE,
     "components.sublayer_chunking.enabled=false",
     f"{NAME}.host_budget_gib=null",
+    "components.pipelined_llep.enabled=false",
 ]
 
 
@@ -164,6 +165,13 @@ def test_kept_outputs_go_too_and_the_plan_is_exact(
         assert line["offload/boundaries_left"] == 0
 
 
+def test_the_leak_guard_knows_that_boundaries_go_with_their_micro_batch(
+    corpus: Path, tmp_path: Path
+) -> None:
+    train(tmp_path, [*settings(corpus, "moe"), *ON, STREAMS, "debug.leak_guard=true"])
+    assert all(line["offload/boundaries"] for line in metrics(tmp_path))
+
+
 def test_validation_passes_save_nothing(corpus: Path, tmp_path: Path) -> None:
     validation = ["validation.enabled=true", "validation.every=1", "validation.batches=2"]
     off = [*settings(corpus, "moe"), *validation]
@@ -261,6 +269,8 @@ def test_kept_outputs_are_part_of_the_plan() -> None:
     assert sum(len(unit.held) for unit in units_of(large(*some))) == 11 + 3
     shared = [chunking, "components.sublayer_chunking.shared_expert=true"]
     assert sum(len(unit.held) for unit in units_of(large(*shared))) == 45 + 3 + 42
+    planned = ["components.pipelined_llep.enabled=true"]
+    assert [len(unit.held) for unit in units_of(large(*planned))] == [0] * 3 + [1] * 42
     every = ["components.layer_recompute.every=7", "components.layer_recompute.keep_sublayers=true"]
     # None of a segment's last layer.
     assert [len(unit.held) for unit in units_of(large(*every))] == [12] * 6 + [4]

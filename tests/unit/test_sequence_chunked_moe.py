@@ -171,7 +171,7 @@ def terms(recipe: Any) -> list[int]:
 
 def test_memory_terms_are_kept_outputs_and_sums_of_gradients() -> None:
     """GLM-5.3-Flash: 45 layers, of which 42 have experts."""
-    off = [f"components.{n}.enabled=false" for n in ("full_recompute", "layer_recompute")]
+    off = [f"components.{n}.enabled=false" for n in ("layer_recompute", "pipelined_llep")]
     off += ["components.selective_checkpoint_offload.enabled=false"]
     recipe = loaded("glm_flash_128k_64xh200", *off)
     model, ranks = recipe.model, recipe.parallelism.expert_parallel_degree

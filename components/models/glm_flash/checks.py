@@ -35,7 +35,7 @@ _SMALLEST_GROUP = 2
 
 def check_model(model: "GlmFlashModel") -> list[Finding]:
     """List every problem that the settings have among themselves."""
-    found = list(_ranges(model))
+    found = [*_ranges(model), *_positions(model)]
     if not found:
         # Divisibility is worth reading only once every number is in range.
         found = [*_layers(model), *_indexer(model), *_chunk(model)]
@@ -43,6 +43,19 @@ def check_model(model: "GlmFlashModel") -> list[Finding]:
             found += [*_groups(model, model.n_experts), *_routing(model, model.n_experts)]
             found += uneven_expert_widths(model, ("dim", "expert_hidden_dim"))
     return found
+
+
+def _positions(model: "GlmFlashModel") -> Iterator[Finding]:
+    position = model.position
+    for name, value in (("kind", position.kind), ("scaling", position.scaling)):
+        if value != "none":
+            message = (
+                f"{value!r}: this model embeds no positions; the decay and the convolutions of its "
+                "KDA layers tell the order of tokens, at any length; legal: 'none'"
+            )
+            yield f"model.position.{name}", message
+            return
+    yield from position.check()
 
 
 def check_run(model: "GlmFlashModel", recipe: "Recipe") -> list[Finding]:

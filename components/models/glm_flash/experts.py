@@ -1,6 +1,6 @@
 """SwiGLU with limits: the routed experts, the shared expert, the dense layers."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -64,13 +64,6 @@ class ClampedGroupedExperts(GroupedExperts):
     def forward(self, x_RD: torch.Tensor, num_tokens_per_expert_E: torch.Tensor) -> torch.Tensor:
         """Rows sorted by expert (R, D) -> (R, D); counts (E,) add up to R."""
         ends = num_tokens_per_expert_E.cumsum(0).int()
-        weights = {"w1_EFD": self.w1_EFD, "w3_EFD": self.w3_EFD}
-        return grouped_mm(self.hidden(x_RD, weights, ends), self.w2_EDF, ends)
-
-    def hidden(
-        self, rows: torch.Tensor, weights: Mapping[str, torch.Tensor], ends: torch.Tensor
-    ) -> torch.Tensor:
-        """What the last product multiplies: (R, F). See ``components.titan.experts``."""
-        gate = grouped_mm(rows, weights["w1_EFD"], ends)
-        up = grouped_mm(rows, weights["w3_EFD"], ends)
-        return self.activation(gate, up)
+        gate = grouped_mm(x_RD, self.w1_EFD, ends)
+        up = grouped_mm(x_RD, self.w3_EFD, ends)
+        return grouped_mm(self.activation(gate, up), self.w2_EDF, ends)

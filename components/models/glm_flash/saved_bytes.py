@@ -27,8 +27,9 @@ MoE, combine       KDe + 4K                                 4KD instead of KDe
 MoE, shared        3Se                                      3Se
 ================== ======================================== =======================================
 
-Experts in chunks (``components.sequence_chunked_moe``) keep the router's row, De whatever is
-trimmed, 4K of weights, and the shared experts'; the rows of experts and combine are then a chunk's.
+Experts that run again in backward (``components.expert_dispatch.cut``) keep the router's row, De
+whatever is trimmed, 4K of weights, and the shared experts'; the rows of experts and combine are
+then a chunk's.
 
 Full recompute keeps nDe per layer. Every k layers keeps nDe per k layers, and (k - 1) nDe more
 while one segment is differentiated.

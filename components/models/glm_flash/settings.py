@@ -11,6 +11,7 @@ from components.models.glm_flash import checks, working_set
 from components.models.glm_flash.fla_kernels import fla_kda, fla_short_conv
 from components.models.glm_flash.sparse_kernels import choose_sparse_kernels
 from components.models.glm_flash.spec import build_glm_flash_spec
+from components.models.position import NoPosition, Position
 from components.models.settings import Finding, KernelChoice, ModelSettings
 from kernels.kda.fla import check_width
 from kernels.tuned import fla as tuned
@@ -53,6 +54,9 @@ class GlmFlashModel(ModelSettings):
     max_seq_len: Tokens = 2**20
     """Longest sequence that may be trained on, in tokens (max_position_embeddings). Nothing in the
     model depends on it: there are no position embeddings."""
+
+    position: Position = field(default_factory=NoPosition)
+    """Nothing to choose: positions are not embedded (kind "none")."""
 
     layer_types: list[Mixer] = field(default_factory=_published_layers)
     """Mixer of each layer, first to last (layer_types, where linear_attention is kda and

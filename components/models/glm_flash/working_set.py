@@ -35,14 +35,17 @@ they send; the loss that ``components.indexer_training`` adds.
 A part that ``components.sublayer_chunking`` cuts keeps its input and, per piece, a state (KDA) or
 pool numbers (DSA); what it would keep and need besides is that of one piece. Under
 ``components.layer_recompute`` its output, states and pools are counted there as well. Routed
-experts that ``components.sequence_chunked_moe`` cuts keep their tokens, weights and expert ids, and
-need besides what one chunk keeps and needs, and the gradients of all tokens.
+experts that run again in backward (``components.sequence_chunked_moe``, ``llep``,
+``pipelined_llep``) keep their tokens, weights and expert ids, and need besides what one chunk keeps
+and needs, and the gradients of all tokens. With a plan a rank computes as many rows more than it
+sends as the plan lets it; a chunk on its way adds its tokens and gradients of outputs, 2KDe.
 """
 
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
 from components.core.sizes import compute_itemsize, local_tokens
+from components.expert_dispatch.cut import cut_of
 from components.models.glm_flash.saved_bytes import (
     Form,
     boundary_bytes,
@@ -102,10 +105,9 @@ class _Layer:
         self.dense = is_dense(model, index)
         chunking = recipe.components.sublayer_chunking
         self.piece = min(chunking.chunk_tokens, self.tokens)
-        experts = recipe.components.sequence_chunked_moe
-        self.experts_piece = experts.rule().cut(self.tokens).chunk_tokens
+        self.experts = cut_of(recipe)
         self.cut = {
-            "moe": experts.enabled,
+            "moe": self.experts is not None,
             "attention": chunking.enabled and (chunking.kda if self.kda else chunking.dsa),
             "feed_forward": chunking.enabled and chunking.feed_forward,
         }
@@ -258,8 +260,11 @@ class _Layer:
         return tokens * inner * self.form.itemsize * self._of_swiglu()
 
     def _needed_by_cut_moe(self) -> int:
-        piece = self.experts_piece
+        assert self.experts is not None
+        piece = self.experts.computed_tokens(self.tokens)
         chunk = dispatched_bytes(self.model, piece, self.form) + self._routed(piece)
+        row = self.model.top_k * self.model.dim * self.form.itemsize
+        chunk += 2 * self.experts.ahead * piece * row
         rows = 2 * (self.tokens + piece) * self.model.dim * self.form.itemsize
         return rows + max(chunk, self._shared(self.tokens)) + self._routing(self.tokens)
 

@@ -1,0 +1,11 @@
+"""One batch of packed documents over several ranks: every rank computes a share of its tokens.
+
+``layout`` says which, ``share`` is one rank's view of it, ``collectives`` move rows and count
+their bytes. ``kda_heads``, ``kda_state`` and ``dsa`` are the mixers' exchanges: each takes the
+model's own module and this rank's tokens, and returns this rank's outputs. Everything else in a
+layer works token by token and needs nothing.
+
+Gradients of parameters are this rank's share of the whole batch's: their sum over the ranks of the
+group is what one process would compute. FSDP sums over data-parallel and context-parallel ranks
+alike, and the loss is divided by the tokens of the whole step, so no factor is needed.
+"""

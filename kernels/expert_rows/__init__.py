@@ -1,0 +1,1 @@
+"""Rows of tokens between the order of tokens and that of experts."""

@@ -1,0 +1,1 @@
+"""Position encodings by their definitions: rotary frequencies and distance biases."""
