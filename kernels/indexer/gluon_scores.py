@@ -111,8 +111,8 @@ def _scores_kernel(  # type: ignore[no-untyped-def]
         return
 
     row = (q0 + query0) * HEADS
-    q_tile = gl.allocate_shared_memory(gl.bfloat16, [QUERIES * HEADS, DIM], queries.layout)
-    k_tiles = gl.allocate_shared_memory(gl.bfloat16, [2, POOLS, DIM], keys.layout)
+    q_tile = gl.allocate_shared_memory(queries.dtype, [QUERIES * HEADS, DIM], queries.layout)
+    k_tiles = gl.allocate_shared_memory(queries.dtype, [2, POOLS, DIM], keys.layout)
     arrived = mbarrier.allocate_mbarrier(batch=3)
     for i in gl.static_range(3):
         mbarrier.init(arrived.index(i), count=1)
@@ -122,9 +122,7 @@ def _scores_kernel(  # type: ignore[no-untyped-def]
     for i in gl.static_range(2):
         there = begin + i * POOLS < stop
         mbarrier.expect(arrived.index(i), keys.nbytes_per_cta, pred=there)
-        tma.async_load(
-            keys, [begin + i * POOLS, 0], arrived.index(i), k_tiles.index(i), pred=there
-        )
+        tma.async_load(keys, [begin + i * POOLS, 0], arrived.index(i), k_tiles.index(i), pred=there)
 
     column = gl.arange(0, QUERIES * HEADS, gl.SliceLayout(0, products))
     # The scale is above zero, so it may follow the relu.
@@ -137,8 +135,8 @@ def _scores_kernel(  # type: ignore[no-untyped-def]
     local = (query - q0).to(gl.int64)
     to_score = scores + gl.expand_dims(local * width, 0) + gl.expand_dims(pool - p0, 1)
     mbarrier.wait(arrived.index(2), 0)
-    tile = 0
     for at in range(begin, stop, POOLS):
+        tile = (at - begin) // POOLS
         slot = tile & 1
         mbarrier.wait(arrived.index(slot), (tile >> 1) & 1)
         x = warpgroup_mma(
@@ -165,16 +163,18 @@ def _scores_kernel(  # type: ignore[no-untyped-def]
         )
         mine = query0 + gl.arange(0, QUERIES, rows)
         gl.store(
-            best + gl.expand_dims(mine.to(gl.int64) * (width // GROUP), 0) + gl.expand_dims(place, 1),
+            best
+            + gl.expand_dims(mine.to(gl.int64) * (width // GROUP), 0)
+            + gl.expand_dims(place, 1),
             top,
             mask=gl.expand_dims(mine < q1 - q0, 0),
         )
-        tile += 1
 
 
 def _descriptor(rows: torch.Tensor, block: int) -> TensorDescriptor:
     shape = [block, rows.shape[1]]
-    layout = gl.NVMMASharedLayout.get_default_for(shape, gl.bfloat16)
+    dtype = gl.bfloat16 if rows.dtype == torch.bfloat16 else gl.float16
+    layout = gl.NVMMASharedLayout.get_default_for(shape, dtype)
     return TensorDescriptor(rows, list(rows.shape), list(rows.stride()), shape, layout)
 
 
@@ -190,7 +190,10 @@ def write_scores(
 ) -> None:
     """See ``triton_scores.write_scores``."""
     heads, dim = queries.shape[1:]
-    grid = (triton.cdiv(window.q1 - window.q0, COLUMNS // heads), triton.cdiv(window.width, _SEGMENT))
+    grid = (
+        triton.cdiv(window.q1 - window.q0, COLUMNS // heads),
+        triton.cdiv(window.width, _SEGMENT),
+    )
     _scores_kernel[grid](
         _descriptor(queries.flatten(0, 1), COLUMNS), weights, _descriptor(keys, TILE), first, end,
         space.scores, space.best, scale, window.q0, window.q1, window.p0, window.width,

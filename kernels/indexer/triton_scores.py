@@ -76,15 +76,18 @@ def write_scores(
     """Fill ``space.scores`` and ``space.best`` where a query of the window may choose.
 
     Args:
-        queries: bfloat16 (Q, heads, d), contiguous; see ``op.refusal`` for heads and d.
+        queries: (Q, heads, d), contiguous; see ``op.refusal`` for dtypes, heads and d.
         weights: float32 (Q, heads), contiguous.
-        keys: bfloat16 (P, d), contiguous, P >= 1.
+        keys: (P, d), contiguous, P >= 1, of the same dtype.
         first, end: int32 (Q,), which pools each query may choose.
         space, window: see ``windows``. Other places of ``space`` get any value.
         scale: factor on the products, above 0.
     """
     heads, dim = queries.shape[1:]
-    grid = (triton.cdiv(window.q1 - window.q0, COLUMNS // heads), triton.cdiv(window.width, _SEGMENT))
+    grid = (
+        triton.cdiv(window.q1 - window.q0, COLUMNS // heads),
+        triton.cdiv(window.width, _SEGMENT),
+    )
     _scores_kernel[grid](
         queries, weights, TensorDescriptor.from_tensor(keys, [TILE, dim]), first, end,
         space.scores, space.best, scale, window.q0, window.q1, window.p0, window.width,

@@ -5,8 +5,9 @@ candidate, and the search ends early once exactly as many are left as are wanted
 atomics and no histogram, and nothing depends on the order in which threads run.
 
 Rows too long for registers take two steps. Ranked by their best member (ties to the lowest group),
-the ``count`` best groups hold the ``count`` best columns: whatever is in another group has at least
-``count`` columns before it. So the first step ranks groups, the second only looks into those chosen.
+the ``count`` best groups hold the ``count`` best columns, for whatever is in another group has at
+least ``count`` columns before it. So the first step ranks groups, and the second only looks into
+those chosen.
 """
 
 import torch
@@ -17,10 +18,6 @@ from kernels.indexer.windows import GROUP, Window, Workspace
 
 _WHOLE, _GROUPS, _MEMBERS = 0, 1, 2
 _PER_WARP = 1024
-_MOST_SLOTS = 65536
-MOST_POOLS = (_MOST_SLOTS - 2) * GROUP
-"""Most pools of one query: 4M tokens of 4 to a pool."""
-MOST_CHOSEN = 2048
 _NOTHING = tl.constexpr(-0x7FFFFFFF - 1)
 
 
