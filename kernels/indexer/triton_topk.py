@@ -18,6 +18,7 @@ from kernels.indexer.windows import GROUP, Window, Workspace
 
 _WHOLE, _GROUPS, _MEMBERS = 0, 1, 2
 _PER_WARP = 1024
+_LEAST_SLOTS = 128  # below, nothing is gained and each power of two is compiled
 _NOTHING = tl.constexpr(-0x7FFFFFFF - 1)
 
 
@@ -101,7 +102,7 @@ def _launch(
     stage: int, slots: int, values: torch.Tensor, out: torch.Tensor, space: Workspace,
     first: torch.Tensor, end: torch.Tensor, window: Window,
 ) -> None:  # fmt: skip
-    count = out.shape[1]
+    count, slots = out.shape[1], max(_LEAST_SLOTS, slots)
     _select_kernel[(window.q1 - window.q0,)](
         values, space.groups, first, end, out, window.q0, window.p0, window.width, count,
         STAGE=stage, SLOTS=slots, GROUP=GROUP, ROOM=triton.next_power_of_2(count),
