@@ -70,7 +70,7 @@ def _select_kernel(  # type: ignore[no-untyped-def]
         origin = lowest
     elif STAGE == 1:
         column = lowest // GROUP + slot
-        real = (column * GROUP < highest) & (lowest < highest)
+        real = column * GROUP < highest
         at = values + row * (width // GROUP) + (column - p0 // GROUP)
         score = tl.load(at, mask=real, other=0.0)
         origin = 0
