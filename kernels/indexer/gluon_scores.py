@@ -132,8 +132,8 @@ def _scores_kernel(  # type: ignore[no-untyped-def]
     w = _by_thread(gl.broadcast(gl.expand_dims(w, 0), zeros)[0], QUERIES, HEADS)
 
     pool = gl.arange(0, POOLS, gl.SliceLayout(1, summed))
-    local = (query - q0).to(gl.int64)
-    to_score = scores + gl.expand_dims(local * width, 0) + gl.expand_dims(pool - p0, 1)
+    to_score = (query - q0).to(gl.int64) * width
+    to_score = scores + gl.expand_dims(to_score, 0) + gl.expand_dims(pool - p0, 1)
     mbarrier.wait(arrived.index(2), 0)
     for at in range(begin, stop, POOLS):
         tile = (at - begin) // POOLS
@@ -157,17 +157,15 @@ def _scores_kernel(  # type: ignore[no-untyped-def]
         open_ = (open_ >= gl.expand_dims(lowest, 0)) & (open_ < gl.expand_dims(highest, 0))
         score = gl.where(open_, score, float("-inf"))
         top = gl.reduce(gl.reshape(score, [POOLS // GROUP, GROUP, QUERIES]), 1, _higher)
-        rows: gl.constexpr = gl.SliceLayout(0, top.type.layout)
         place = (at - p0) // GROUP + gl.arange(
             0, POOLS // GROUP, gl.SliceLayout(1, top.type.layout)
         )
-        mine = query0 + gl.arange(0, QUERIES, rows)
+        nth = query0 + gl.arange(0, QUERIES, gl.SliceLayout(0, top.type.layout))
+        to_best = nth.to(gl.int64) * (width // GROUP)
         gl.store(
-            best
-            + gl.expand_dims(mine.to(gl.int64) * (width // GROUP), 0)
-            + gl.expand_dims(place, 1),
+            best + gl.expand_dims(to_best, 0) + gl.expand_dims(place, 1),
             top,
-            mask=gl.expand_dims(mine < q1 - q0, 0),
+            mask=gl.expand_dims(nth < q1 - q0, 0),
         )
 
 

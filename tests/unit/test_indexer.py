@@ -1,5 +1,6 @@
 """The indexer's choice on a CPU: against its definition, under a cap, and its kernels' code."""
 
+import importlib
 import os
 import re
 import subprocess
@@ -156,22 +157,23 @@ def test_a_cap_below_one_query_says_what_would_do():
     [
         ("triton_topk._select_kernel", {"at", "begin"}),
         ("triton_scores._scores_kernel", {"q", "to_score", "to_best"}),
+        ("gluon_scores._scores_kernel", {"to_score", "to_best"}),  # the rest goes by coordinates
     ],
 )
 def test_offsets_of_rows_are_64_bit(name, addresses):
     text = first_form(name)
-    products = re.findall(r"%([a-z_]+?)(?:_\d+)? = arith\.muli .*?(?:x|: )(i\d+)>?\s", text)
+    products = re.findall(r"%([a-z_]+?)(?:_\d+)? = arith\.muli .*?(?:x|: )(i\d+)[>,\s]", text)
     kinds = {name: kind for name, kind in products if name in addresses}
     assert kinds == dict.fromkeys(addresses, "i64"), products
 
 
 def first_form(name: str) -> str:
     """A kernel as Triton first writes it down; needs neither a GPU nor a compiler for one."""
-    import importlib
-
     from triton._C.libtriton import ir
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, make_backend
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon._runtime import GluonASTSource
 
     module, kernel = name.split(".")
     fn = getattr(importlib.import_module(f"kernels.indexer.{module}"), kernel)
@@ -182,21 +184,23 @@ def first_form(name: str) -> str:
     kinds = {"queries": "*bf16", "weights": "*fp32", "values": "*fp32", "scores": "*fp32",
              "best": "*fp32", "scale": "fp32", "keys": "tensordesc<bf16[64,64]>", "groups": "*i32",
              "first": "*i32", "end": "*i32", "out": "*i32"}  # fmt: skip
+    of_gluon = module.startswith("gluon")
+    if of_gluon:
+        for operand, rows in (("queries", 256), ("keys", 64)):
+            layout = gl.NVMMASharedLayout.get_default_for([rows, 64], gl.bfloat16)
+            kinds[operand] = f"tensordesc<bf16[{rows},64],{layout!r}>"
     names = fn.arg_names
     signature = {n: "constexpr" if n in constants else kinds.get(n, "i32") for n in names}
     found = {(i,): constants[n] for i, n in enumerate(names) if n in constants}
-    source = ASTSource(fn, signature, found)
+    source = (GluonASTSource if of_gluon else ASTSource)(fn, signature, found)
     target = GPUTarget("cuda", 90, 32)
     backend = make_backend(target)
     options = backend.parse_options({})
     context = ir.context()
     ir.load_dialects(context)
     backend.load_dialects(context)
-    made = source.make_ir(
-        target, options, backend.get_codegen_implementation(options), backend.get_module_map(),
-        context,
-    )  # fmt: skip
-    return str(made)
+    code = backend.get_codegen_implementation(options)
+    return str(source.make_ir(target, options, code, backend.get_module_map(), context))
 
 
 def test_kernels_do_as_defined_in_tritons_interpreter():
