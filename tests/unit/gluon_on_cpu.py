@@ -58,7 +58,8 @@ class Barrier:
     """Completes a phase with one announcement of bytes and the arrival of as many."""
 
     def __init__(self) -> None:
-        self.phases, self.announced, self.arrived, self.ready = 0, None, 0, False
+        self.phases, self.waited, self.announced, self.arrived = 0, 0, None, 0
+        self.ready = False
 
     def settle(self) -> None:
         if self.announced is not None and self.announced == self.arrived:
@@ -117,6 +118,7 @@ def _init(barrier: Barrier, count: int) -> None:
 
 def _wait(barrier: Barrier, phase: int) -> None:
     assert barrier.phases % 2 != phase, "waits for ever"
+    barrier.waited += 1
 
 
 class _Barriers:
@@ -155,11 +157,16 @@ def run(kernel: GluonJITFunction, module: ModuleType, grid: tuple[int, int], *ar
     """
     args = tuple(Pointer(x.view(-1)) if isinstance(x, torch.Tensor) else x for x in args)
     for program in itertools.product(*map(range, grid)):
-        here = dict(vars(module))
+        here, barriers = dict(vars(module)), []
+
+        def allocate(batch: int, barriers: list[_Barriers] = barriers) -> _Barriers:
+            barriers.append(_Barriers(batch))
+            return barriers[-1]
+
         here.update(
             gl=_language(program),
             mbarrier=SimpleNamespace(
-                allocate_mbarrier=_Barriers, init=_init, expect=_expect, wait=_wait
+                allocate_mbarrier=allocate, init=_init, expect=_expect, wait=_wait
             ),
             tma=SimpleNamespace(async_load=_async_load),
             fence_async_shared=lambda: None,
@@ -172,3 +179,5 @@ def run(kernel: GluonJITFunction, module: ModuleType, grid: tuple[int, int], *ar
             elif name.endswith("_layout"):
                 here[name] = lambda *args: None
         here[kernel.fn.__name__](*args, **kwargs)
+        for barrier in (b for group in barriers for b in group.all):
+            assert barrier.waited == barrier.phases, "a copy may still be under way at the end"
