@@ -42,12 +42,16 @@ def exact(lengths: tuple[int, ...], **settings) -> Problem:
 
 
 def rough(lengths: tuple[int, ...], heads: int = 32, dim: int = 128, seed: int = 0) -> Problem:
-    """Normal numbers, rounded to bfloat16."""
-    problem = make_problem(lengths, heads=heads, dim=dim, dtype=torch.bfloat16, device="cuda")
+    """Normal numbers, drawn on the device."""
+    problem = make_problem(lengths, heads=1, dim=1, dtype=torch.bfloat16, device="cuda")
     random = torch.Generator(device="cuda").manual_seed(seed)
-    for name in ("queries", "weights", "keys"):
-        value = getattr(problem, name)
-        setattr(problem, name, value.float().normal_(generator=random).to(value.dtype))
+
+    def draw(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.randn(*shape, generator=random, device="cuda", dtype=dtype)
+
+    problem.queries = draw(len(problem.queries), heads, dim)
+    problem.weights = draw(len(problem.queries), heads, dtype=torch.float32)
+    problem.keys = draw(len(problem.keys), dim)
     return problem
 
 
