@@ -56,8 +56,17 @@ def best_pools(scores: torch.Tensor, allowed: torch.Tensor, count: int) -> torch
     return above | (ties & (ties.cumsum(1) <= missing))
 
 
-def _compact(chosen: torch.Tensor, first_column: torch.Tensor, width: int) -> torch.Tensor:
-    """Chosen columns as ascending numbers counted from ``first_column``, -1 after the last."""
+def compact(chosen: torch.Tensor, first_column: torch.Tensor, width: int) -> torch.Tensor:
+    """Chosen columns as ascending numbers counted from ``first_column``, -1 after the last.
+
+    Args:
+        chosen: bool (Q, P), at most ``width`` in a row.
+        first_column: integers (Q,).
+        width: columns of the result.
+
+    Returns:
+        int32 (Q, width).
+    """
     rank = chosen.cumsum(1) - 1
     columns = torch.arange(chosen.shape[1], device=chosen.device) - first_column.unsqueeze(1)
     ids = chosen.new_full((chosen.shape[0], width + 1), -1, dtype=torch.int32)
@@ -168,5 +177,5 @@ def select_pools(
         column = torch.arange(p1 - p0, device=queries.device)
         allowed = (column >= first.unsqueeze(1)) & (column < open_until.unsqueeze(1))
         scores = pool_scores(queries[rows], weights[rows], keys[p0:p1], scale)
-        chosen[rows] = _compact(best_pools(scores, allowed, count), first, width)
+        chosen[rows] = compact(best_pools(scores, allowed, count), first, width)
     return chosen
