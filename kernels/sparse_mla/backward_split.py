@@ -16,31 +16,32 @@ from kernels.sparse_mla.shape import HEADS, LOG2E, TILE, Shape
 ADD_QUADS = r"""
 // Adds 16 columns of eight rows of a wgmma accumulator, 16 bytes a lane. A lane holds columns
 // 2h, 2h + 1 of two blocks of eight; it swaps one pair with its neighbour.
-static __device__ __forceinline__ void add_block(float *to, bool used, float left0, float left1,
+template <bool ALL>
+static __device__ __forceinline__ void add_block(float *to, int row, float left0, float left1,
                                                  float right0, float right1) {
   const int lane = threadIdx.x & 31, odd = lane & 1;
   const float taken0 = __shfl_xor_sync(0xffffffffu, odd ? left0 : right0, 1);
   const float taken1 = __shfl_xor_sync(0xffffffffu, odd ? left1 : right1, 1);
   const float a = odd ? taken0 : left0, b = odd ? taken1 : left1;
   const float c = odd ? right0 : taken0, d = odd ? right1 : taken1;
-  if (used)
-    asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(
-                     to + odd * 8 + (lane & 2) * 2),
-                 "f"(a), "f"(b), "f"(c), "f"(d)
-                 : "memory");
+  to += odd * 8 + (lane & 2) * 2;
+  if (!ALL && row < 0)
+    return;
+  asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(a), "f"(b), "f"(c),
+               "f"(d)
+               : "memory");
 }
 // Takes the accumulator register by register; k is the register's number modulo 8. Rows below 0
-// are left out. 64-bit offsets.
-static __device__ __forceinline__ void add_quads(float *held, int k, float value, float *to,
-                                                 int row, int columns) {
+// are left out unless ALL says that there are none. 64-bit offsets.
+template <bool ALL>
+static __device__ __forceinline__ void add_quads(float *held, int k, float value, float *out,
+                                                 int row, int columns, int column) {
   held[k] = value;
-  if (k != 5 && k != 7)
-    return;
-  float *place = to + (long long)row * columns;
+  float *to = out + (long long)row * columns + column;
   if (k == 5)
-    add_block(place, row >= 0, held[0], held[1], held[4], held[5]);
-  else
-    add_block(place, row >= 0, held[2], held[3], held[6], held[7]);
+    add_block<ALL>(to, row, held[0], held[1], held[4], held[5]);
+  if (k == 7)
+    add_block<ALL>(to, row, held[2], held[3], held[6], held[7]);
 }
 """
 
@@ -67,19 +68,28 @@ def build(
     targets = T.dynamic("targets")
 
     @T.macro
-    def add(acc_k, row, held, column, dlatent):
+    def add_quads(every, acc_k, row, held, column, dlatent):
+        for i, j in T.Parallel(TILE, cols):
+            T.call_extern(
+                "handle",
+                f"add_quads<{every}>",
+                T.address_of(held[0]),
+                j // 8 % 2 * 4 + i % 16 // 8 * 2 + j % 2,
+                acc_k[i, j],
+                T.address_of(dlatent[0, 0]),
+                row[i],
+                width,
+                column + j // 16 * 16,
+            )
+
+    @T.macro
+    def add(full, acc_k, row, held, column, dlatent):
         if scatter == "quads":
-            for i, j in T.Parallel(TILE, cols):
-                T.call_extern(
-                    "handle",
-                    "add_quads",
-                    T.address_of(held[0]),
-                    j // 8 % 2 * 4 + i % 16 // 8 * 2 + j % 2,
-                    acc_k[i, j],
-                    T.address_of(dlatent[0, column + j // 16 * 16]),
-                    row[i],
-                    width,
-                )
+            # Only the last tile has unused slots, and a test per addition costs a branch each.
+            if full:
+                add_quads("true", acc_k, row, held, column, dlatent)
+            else:
+                add_quads("false", acc_k, row, held, column, dlatent)
         elif scatter == "pairs":
             for i, j in T.Parallel(TILE, cols):
                 if row[i] >= 0:
@@ -91,32 +101,40 @@ def build(
 
     @T.macro
     def products(
-        side, t, Q_shared, G_shared, K_shared, P_shared, S_shared, target, ds_ready, k_free,
+        side, t, count, Q_shared, G_shared, K_shared, P_shared, S_shared, target, ds_ready, k_free,
         p_free, acc_q, acc_k, row, held, dlatent,
     ):  # fmt: skip
         first = side * half
         second = side * half + cols
-        T.wgmma_gemm(
-            P_shared, G_shared[:, first : first + cols], acc_k, transpose_A=True, clear_accum=True
-        )
+        # The first warpgroup fills its wait for dS; the second has just written it and lets go of
+        # the keys first.
+        if side == 0:
+            T.wgmma_gemm(
+                P_shared, G_shared[:, first : first + cols], acc_k, transpose_A=True,
+                clear_accum=True,
+            )  # fmt: skip
         T.barrier_wait(ds_ready, t & 1)
         T.fence_proxy_async()
         T.wgmma_gemm(S_shared, K_shared[:, first : first + half], acc_q)
+        if side == 1:
+            T.wgmma_gemm(
+                P_shared, G_shared[:, first : first + cols], acc_k, transpose_A=True,
+                clear_accum=True,
+            )  # fmt: skip
         T.wgmma_gemm(S_shared, Q_shared[:, first : first + cols], acc_k, transpose_A=True)
-        # All but the last product are done: the keys may be overwritten.
-        T.wait_wgmma(1)
+        T.wait_wgmma(1 + side)
         T.barrier_arrive(k_free)
         T.wait_wgmma(0)
         for i in T.Parallel(TILE):
             row[i] = target[t % 2, i]
-        add(acc_k, row, held, first, dlatent)
+        add((t + 1) * TILE <= count, acc_k, row, held, first, dlatent)
         T.wgmma_gemm(
             P_shared, G_shared[:, second : second + cols], acc_k, transpose_A=True, clear_accum=True
         )
         T.wgmma_gemm(S_shared, Q_shared[:, second : second + cols], acc_k, transpose_A=True)
         T.wait_wgmma(0)
         T.barrier_arrive(p_free)
-        add(acc_k, row, held, second, dlatent)
+        add((t + 1) * TILE <= count, acc_k, row, held, second, dlatent)
 
     @T.prim_func
     def sparse_mla_backward_split(
@@ -264,8 +282,8 @@ def build(
                     T.barrier_arrive(p_ready)
                     T.barrier_wait(p_ready, t & 1)
                     products(
-                        0, t, Q_shared, G_shared, K_shared, P_shared, S_shared, target, ds_ready,
-                        k_free, p_free, acc_q_0, acc_k_0, row_0, held_0, dlatent,
+                        0, t, count, Q_shared, G_shared, K_shared, P_shared, S_shared, target,
+                        ds_ready, k_free, p_free, acc_q_0, acc_k_0, row_0, held_0, dlatent,
                     )  # fmt: skip
                 # Queries lie where dQ goes: both warpgroups must have read them.
                 T.barrier_arrive(done)
@@ -297,8 +315,8 @@ def build(
                     T.fence_proxy_async()
                     T.barrier_arrive(ds_ready)
                     products(
-                        1, t, Q_shared, G_shared, K_shared, P_shared, S_shared, target, ds_ready,
-                        k_free, p_free, acc_q_1, acc_k_1, row_1, held_1, dlatent,
+                        1, t, count, Q_shared, G_shared, K_shared, P_shared, S_shared, target,
+                        ds_ready, k_free, p_free, acc_q_1, acc_k_1, row_1, held_1, dlatent,
                     )  # fmt: skip
                 T.barrier_arrive(done)
                 T.barrier_wait(done, 0)

@@ -28,26 +28,30 @@ def build(shape: Shape, *, consumer_registers: int, producer_registers: int):
     queries, tokens, slots = T.dynamic("queries, tokens, slots")
 
     @T.macro
+    def multiply_queries(side, t, Q_shared, K_shared, ready, acc_s):
+        T.barrier_wait(ready[t % 2], (t // 2) & 1)
+        T.fence_proxy_async()
+        T.wgmma_gemm(
+            Q_shared[:, side * half : (side + 1) * half],
+            K_shared[t % 2, :, side * half : (side + 1) * half],
+            acc_s,
+            transpose_B=True,
+            clear_accum=True,
+        )
+
+    @T.macro
     def attend(
         side, Q_shared, K_shared, part, ready, free, part_ready, part_free, count, tiles, query,
-        first_head, acc_o, acc_s, p, top, factor, total, row, out, lse,
+        first_head, acc_o, acc_s, p, top, factor, total, row, grown, out, lse,
     ):  # fmt: skip
         T.set_max_nreg(consumer_registers, 1)
         T.fill(acc_o, 0)
         T.fill(total, 0)
         T.fill(top, -T.infinity("float32"))
-        for t in T.serial(tiles):
-            stage = t % 2
-            T.barrier_wait(ready[stage], (t // 2) & 1)
-            T.fence_proxy_async()
-            T.wgmma_gemm(
-                Q_shared[:, side * half : (side + 1) * half],
-                K_shared[stage, :, side * half : (side + 1) * half],
-                acc_s,
-                transpose_B=True,
-                clear_accum=True,
-            )
+        if tiles > 0:
+            multiply_queries(side, 0, Q_shared, K_shared, ready, acc_s)
             T.wait_wgmma(0)
+        for t in T.serial(tiles):
             # Both warpgroups hold logits alike, so what a thread needs was in the thread of the
             # same number. In this order neighbouring threads touch neighbouring words.
             T.barrier_wait(part_free[side], (t & 1) ^ 1)
@@ -73,22 +77,33 @@ def build(shape: Shape, *, consumer_registers: int, producer_registers: int):
                     acc_s[i, j] = T.if_then_else(
                         t * TILE + j < count, acc_s[i, j], -T.infinity("float32")
                     )
-            # Every tile has a used slot, so the largest logit is finite from the first tile on.
-            T.copy(top, factor)
-            T.reduce_max(acc_s, top, dim=1, clear=False)
+            # What is subtracted in the exponent need not be the largest logit: it follows only a
+            # growth by more than 2^8, so sums are seldom rescaled. Every tile has a used slot,
+            # so it is finite from the first tile on.
+            T.reduce_max(acc_s, row, dim=1)
+            grown[0] = 0
+            for i in T.Parallel(HEADS):
+                factor[i] = 1.0
+                if (row[i] - top[i]) * steps > 8.0:
+                    factor[i] = T.exp2((top[i] - row[i]) * steps)
+                    top[i] = row[i]
+                    grown[0] = 1
             for i, j in T.Parallel(HEADS, TILE):
                 acc_s[i, j] = T.exp2(acc_s[i, j] * steps - top[i] * steps)
-            for i in T.Parallel(HEADS):
-                factor[i] = T.exp2(factor[i] * steps - top[i] * steps)
             T.reduce_sum(acc_s, row, dim=1)
             for i in T.Parallel(HEADS):
                 total[i] = total[i] * factor[i] + row[i]
             T.copy(acc_s, p)
-            for i, j in T.Parallel(HEADS, half):
-                acc_o[i, j] *= factor[i]
-            T.wgmma_gemm(p, K_shared[stage, :, side * half : (side + 1) * half], acc_o)
+            if grown[0] != 0:
+                for i, j in T.Parallel(HEADS, half):
+                    acc_o[i, j] *= factor[i]
+            T.wgmma_gemm(p, K_shared[t % 2, :, side * half : (side + 1) * half], acc_o)
+            # The next logits follow at once; this tile is free when its values are multiplied.
+            if t + 1 < tiles:
+                multiply_queries(side, t + 1, Q_shared, K_shared, ready, acc_s)
+                T.wait_wgmma(1)
+                T.barrier_arrive(free[t % 2])
             T.wait_wgmma(0)
-            T.barrier_arrive(free[stage])
         for i in T.Parallel(HEADS):
             factor[i] = T.if_then_else(total[i] > 0, 1.0 / total[i], 0.0)
         for i, j in T.Parallel(HEADS, half):
@@ -133,6 +148,8 @@ def build(shape: Shape, *, consumer_registers: int, producer_registers: int):
             total_1 = T.alloc_fragment((HEADS,), "float32")
             row_0 = T.alloc_fragment((HEADS,), "float32")
             row_1 = T.alloc_fragment((HEADS,), "float32")
+            grown_0 = T.alloc_local((1,), "int32")
+            grown_1 = T.alloc_local((1,), "int32")
             token = T.alloc_local((rows,), "int32")
             q_ready = T.alloc_barrier(arrive_count=128)
             ready = T.alloc_barrier(arrive_count=[128, 128])
@@ -184,15 +201,15 @@ def build(shape: Shape, *, consumer_registers: int, producer_registers: int):
                 T.barrier_wait(q_ready, 0)
                 attend(
                     0, Q_shared, K_shared, part, ready, free, part_ready, part_free, count, tiles,
-                    query, first_head, acc_o_0, acc_s_0, p_0, top_0, factor_0, total_0, row_0, out,
-                    lse,
+                    query, first_head, acc_o_0, acc_s_0, p_0, top_0, factor_0, total_0, row_0,
+                    grown_0, out, lse,
                 )  # fmt: skip
             else:
                 T.barrier_wait(q_ready, 0)
                 attend(
                     1, Q_shared, K_shared, part, ready, free, part_ready, part_free, count, tiles,
-                    query, first_head, acc_o_1, acc_s_1, p_1, top_1, factor_1, total_1, row_1, out,
-                    lse,
+                    query, first_head, acc_o_1, acc_s_1, p_1, top_1, factor_1, total_1, row_1,
+                    grown_1, out, lse,
                 )  # fmt: skip
 
     return sparse_mla_forward_split
