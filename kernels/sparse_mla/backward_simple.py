@@ -23,6 +23,7 @@ def build(shape: Shape, *, emit: bool, scatter: str, threads: int):
     columns, cols = width + tail, 128
     full_columns = T.GemmWarpPolicy.FullCol
     queries, tokens, slots, targets = T.dynamic("queries, tokens, slots, targets")
+    blocks = heads // HEADS
 
     @T.macro
     def add(acc_k, row, column, dlatent):
@@ -46,7 +47,10 @@ def build(shape: Shape, *, emit: bool, scatter: str, threads: int):
         dlatent: T.Tensor((targets, columns), "float32"),
         mass: T.Tensor(T.dynamic("mass_blocks, mass_queries, mass_slots"), "float32"),
     ):
-        with T.Kernel(queries, heads // HEADS, threads=threads) as (query, head_block):
+        with T.Kernel(queries * blocks, threads=threads) as block:
+            # Blocks that gather the same keys are neighbours.
+            query = block // blocks
+            head_block = block % blocks
             Q_shared = T.alloc_shared((HEADS, width), "bfloat16")
             G_shared = T.alloc_shared((HEADS, width), "bfloat16")
             K_shared = T.alloc_shared((TILE, width), "bfloat16")

@@ -66,6 +66,7 @@ def build(
     reach = [2**bit for bit in range(size.bit_length())]
     queries, tokens, slots = T.dynamic("queries, tokens, slots")
     targets = T.dynamic("targets")
+    blocks = heads // HEADS
 
     @T.macro
     def add_quads(every, acc_k, row, held, column, dlatent):
@@ -149,7 +150,10 @@ def build(
         dlatent: T.Tensor((targets, width), "float32"),
         mass: T.Tensor(T.dynamic("mass_blocks, mass_queries, mass_slots"), "float32"),
     ):
-        with T.Kernel(queries, heads // HEADS, threads=384) as (query, head_block):
+        with T.Kernel(queries * blocks, threads=384) as block:
+            # Blocks that gather the same keys are neighbours.
+            query = block // blocks
+            head_block = block % blocks
             if scatter == "quads":
                 T.import_source(ADD_QUADS)
             Q_shared = T.alloc_shared((HEADS, width), "bfloat16")

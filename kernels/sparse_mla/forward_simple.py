@@ -20,6 +20,7 @@ def build(shape: Shape, *, threads: int):
     heads, groups, steps = shape.heads, TILE // shape.size, shape.scale * LOG2E
     columns = width + tail
     queries, tokens, slots = T.dynamic("queries, tokens, slots")
+    blocks = heads // HEADS
 
     @T.prim_func
     def sparse_mla_forward_simple(
@@ -30,7 +31,10 @@ def build(shape: Shape, *, threads: int):
         out: T.Tensor((queries, heads, width), "bfloat16"),
         lse: T.Tensor((queries, heads), "float32"),
     ):
-        with T.Kernel(queries, heads // HEADS, threads=threads) as (query, head_block):
+        with T.Kernel(queries * blocks, threads=threads) as block:
+            # Blocks that gather the same keys are neighbours.
+            query = block // blocks
+            head_block = block % blocks
             Q_shared = T.alloc_shared((HEADS, width), "bfloat16")
             K_shared = T.alloc_shared((TILE, width), "bfloat16")
             if tail:

@@ -26,6 +26,7 @@ def build(shape: Shape, *, consumer_registers: int, producer_registers: int):
     steps = shape.scale * LOG2E
     rows = TILE // 16
     queries, tokens, slots = T.dynamic("queries, tokens, slots")
+    blocks = heads // HEADS
 
     @T.macro
     def multiply_queries(side, t, Q_shared, K_shared, ready, acc_s):
@@ -130,7 +131,10 @@ def build(shape: Shape, *, consumer_registers: int, producer_registers: int):
         out: T.Tensor((queries, heads, width), "bfloat16"),
         lse: T.Tensor((queries, heads), "float32"),
     ):
-        with T.Kernel(queries, heads // HEADS, threads=384) as (query, head_block):
+        with T.Kernel(queries * blocks, threads=384) as block:
+            # Blocks that gather the same keys are neighbours.
+            query = block // blocks
+            head_block = block % blocks
             Q_shared = T.alloc_shared((HEADS, width), "bfloat16")
             K_shared = T.alloc_shared((2, TILE, width), "bfloat16")
             part = T.alloc_shared((2, TILE // 4, 128, 2), "float32")

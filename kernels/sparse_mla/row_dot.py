@@ -15,6 +15,7 @@ def build(shape: Shape, *, threads: int):
     """
     heads, width, cols = shape.heads, shape.width, 128
     queries = T.dynamic("queries")
+    blocks = heads // HEADS
 
     @T.prim_func
     def sparse_mla_row_dot(
@@ -22,7 +23,10 @@ def build(shape: Shape, *, threads: int):
         grad: T.Tensor((queries, heads, width), "bfloat16"),
         delta: T.Tensor((queries, heads), "float32"),
     ):
-        with T.Kernel(queries, heads // HEADS, threads=threads) as (query, head_block):
+        with T.Kernel(queries * blocks, threads=threads) as block:
+            # Blocks that gather the same keys are neighbours.
+            query = block // blocks
+            head_block = block % blocks
             a = T.alloc_fragment((HEADS, cols), "bfloat16")
             b = T.alloc_fragment((HEADS, cols), "bfloat16")
             product = T.alloc_fragment((HEADS, cols), "float32")
