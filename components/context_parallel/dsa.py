@@ -16,17 +16,15 @@ import torch
 from components.context_parallel.collectives import collect, sum_shares
 from components.context_parallel.share import Share
 from components.models.glm_flash.indexer import Indexer, IndexerInputs
-from components.models.glm_flash.mla import SparseMLA
+from components.models.glm_flash.mla import SparseMLA, SparseMlaCore
 from components.recompute.tape import choice
-from kernels.dsa.plain import attend, attend_backward
 from kernels.dsa.pooling import find_pools
 
 
 def dsa_gathered(module: SparseMLA, x: torch.Tensor, share: Share) -> torch.Tensor:
     """``module`` on this rank's tokens; the same pools and outputs as by one process.
 
-    Each parameter's gradient is this rank's share. The attention is the plain one of
-    ``kernels.dsa.plain``.
+    Each parameter's gradient is this rank's share.
 
     Args:
         x: (n, D), the mixer's input.
@@ -52,8 +50,8 @@ def dsa_gathered(module: SparseMLA, x: torch.Tensor, share: Share) -> torch.Tens
         )
     query_latent, q = module.queries(x)
     pools = choice(lambda: choose_pools(module.indexer, x, query_latent, share))
-    kv_b, scale = module.kv_b_proj.weight, module.core.config.scale
-    out = _GatheredAttention.apply(share, size, scale, q, module.latent(x), kv_b, pools)
+    given = q, module.latent(x), module.kv_b_proj.weight, pools
+    out = _GatheredAttention.apply(share, module.core, *given)
     return module.o_proj(out.flatten(1))
 
 
@@ -95,17 +93,17 @@ def pooled_keys(indexer: Indexer, x: torch.Tensor, share: Share) -> torch.Tensor
 
 
 class _GatheredAttention(torch.autograd.Function):
-    """From share, size, scale, q (n, heads, d_qk), latent (n, r), kv_b and pools (n, chosen)."""
+    """From share, core, q (n, heads, d_qk), latent (n, r), kv_b and pools (n, chosen)."""
 
     @staticmethod
     def forward(
-        ctx: Any, share: Share, size: int, scale: float, *tensors: torch.Tensor
+        ctx: Any, share: Share, core: SparseMlaCore, *tensors: torch.Tensor
     ) -> torch.Tensor:
         ctx.save_for_backward(*tensors)
-        ctx.share, ctx.options = share, {"size": size, "scale": scale}
+        ctx.share, ctx.core = share, core
         q, latent, kv_b, pools = tensors
         whole = collect(latent, share.layout.order, share.link, "dsa.latent")
-        return attend(q, whole, kv_b, pools, share.position, share.start, **ctx.options)
+        return core.attend(q, whole, kv_b, pools, share.position, share.start, False)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -114,8 +112,9 @@ class _GatheredAttention(torch.autograd.Function):
         share: Share = ctx.share
         order, link = share.layout.order, share.link
         whole = collect(latent, order, link, "dsa.latent", "backward")
-        grad_q, grad_latent, grad_kv_b = attend_backward(
-            grad_out, q, whole, kv_b, pools, share.position, share.start, **ctx.options
+        place = pools, share.position, share.start
+        grad_q, grad_latent, grad_kv_b = ctx.core.gradients(
+            grad_out.contiguous(), q, whole, kv_b, *place
         )
         mine = sum_shares(grad_latent, order, link, "dsa.latent_gradient")
-        return None, None, None, grad_q, mine.to(latent.dtype), grad_kv_b, None
+        return None, None, grad_q, mine.to(latent.dtype), grad_kv_b, None

@@ -1,6 +1,7 @@
 """Which kernels GLM-5.3-Flash's sparse attention takes, and that they fit into its layers."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -184,3 +185,23 @@ def test_a_run_that_kernels_compute_learns_what_the_plain_one_does(
 
 def test_the_default_chunk_is_the_operations() -> None:
     assert GlmFlashModel().sparse_mla_chunk == sparse_mla.CHUNK_BYTES
+
+
+@pytest.mark.parametrize("kernel", ["torch", "tilelang", "dense"])
+def test_gradients_for_callers_without_a_graph_are_those_of_the_graph(
+    kernel: str, kernels: tuple[Gathering, Sorting]
+) -> None:
+    """Of fewer queries than there are latents, as ranks have that share a sequence."""
+    core = part(kernel, None).core
+    tokens, rank, heads, make = 40, 16, 4, partial(torch.randn, dtype=torch.float64)
+    pools = torch.tensor([[0, 2, -1]] * 8, dtype=torch.int32)
+    place = pools, torch.arange(32, 40), torch.zeros(8, dtype=torch.int64)
+    q, latent = make(8, heads, 8), make(tokens, rank)
+    kv_b = make(heads * 16, rank)
+    leaves = [tensor.requires_grad_() for tensor in (q, latent, kv_b)]
+    out = core.attend(*leaves, *place, False)
+    grad_out = torch.randn_like(out)
+    wanted = torch.autograd.grad(out, leaves, grad_out)
+    found = core.gradients(grad_out, *(leaf.detach() for leaf in leaves), *place)
+    for got, expected in zip(found, wanted, strict=True):
+        torch.testing.assert_close(got, expected)

@@ -14,7 +14,7 @@ from components.models.glm_flash.documents import Documents
 from components.models.glm_flash.indexer import Indexer
 from components.models.glm_flash.indexer_loss import IndexerLoss
 from components.recompute.tape import choice
-from kernels.dsa.plain import sparse_mla
+from kernels.dsa.plain import attend_backward, sparse_mla
 
 
 class SparseMlaCore(Module):
@@ -72,6 +72,23 @@ class SparseMlaCore(Module):
         place = pools, position, start
         size, scale = self.config.kpool, self.config.scale
         return sparse_mla(q, latent, kv_b, *place, size=size, scale=scale)
+
+    def gradients(
+        self,
+        grad_out: torch.Tensor,
+        q: torch.Tensor,
+        latent: torch.Tensor,
+        kv_b: torch.Tensor,
+        pools: torch.Tensor,
+        position: torch.Tensor,
+        start: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Gradients of ``attend``'s q, latent and kv_b, for callers that keep no graph of it.
+
+        That of the latent is not rounded: float32 (float64 for float64), for sums over ranks.
+        """
+        given, place = (grad_out, q, latent, kv_b), (pools, position, start)
+        return attend_backward(*given, *place, size=self.config.kpool, scale=self.config.scale)
 
 
 class SparseMLA(Module):

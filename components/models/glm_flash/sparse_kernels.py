@@ -13,6 +13,7 @@ from components.models.settings import KernelChoice
 from kernels.backends.ops import INDEXER, SPARSE_MLA, IndexerKernels
 from kernels.backends.registry import ITEMSIZE, Choice
 from kernels.dsa import dense, sparse_mla
+from kernels.precision import accumulation_dtype
 
 if TYPE_CHECKING:
     from components.models.glm_flash.settings import GlmFlashModel
@@ -50,6 +51,24 @@ class KernelSparseMlaCore(SparseMlaCore):
             backend=settings.backend, chunk_bytes=settings.chunk_bytes, keep=transient,
         )  # fmt: skip
 
+    def gradients(
+        self,
+        grad_out: torch.Tensor,
+        q: torch.Tensor,
+        latent: torch.Tensor,
+        kv_b: torch.Tensor,
+        pools: torch.Tensor,
+        position: torch.Tensor,
+        start: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """See ``SparseMlaCore.gradients``."""
+        settings, nothing = self.config, q.new_empty(0)
+        wide = latent.to(accumulation_dtype(latent.dtype))
+        return sparse_mla.run_backward(
+            grad_out, q, wide, kv_b, pools, position, start, nothing, nothing, settings.kpool,
+            settings.scale, settings.backend, settings.chunk_bytes,
+        )  # fmt: skip
+
 
 class DenseSparseMlaCore(SparseMlaCore):
     """Masked dense attention: the baseline."""
@@ -74,6 +93,25 @@ class DenseSparseMlaCore(SparseMlaCore):
             q, latent, kv_b, *place, size=settings.kpool, scale=settings.scale,
             chunk_bytes=settings.chunk_bytes,
         )  # fmt: skip
+
+    def gradients(
+        self,
+        grad_out: torch.Tensor,
+        q: torch.Tensor,
+        latent: torch.Tensor,
+        kv_b: torch.Tensor,
+        pools: torch.Tensor,
+        position: torch.Tensor,
+        start: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """See ``SparseMlaCore.gradients``."""
+        wide = latent.to(accumulation_dtype(latent.dtype))
+        leaves = tuple(tensor.detach().requires_grad_() for tensor in (q, wide, kv_b))
+        some_q, some_latent, some_kv_b = leaves
+        with torch.enable_grad():
+            out = self.attend(some_q, some_latent, some_kv_b, pools, position, start, True)
+        of_q, of_latent, of_kv_b = torch.autograd.grad(out, leaves, grad_out)
+        return of_q, of_latent, of_kv_b
 
 
 class KernelPoolSelector(PoolSelector):
