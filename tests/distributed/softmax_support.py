@@ -12,7 +12,7 @@ from components.context_parallel.collectives import Link, collect
 from components.context_parallel.layout import cut_batch
 from components.context_parallel.share import Share
 from components.context_parallel.softmax.attend import Exchange, attend
-from components.context_parallel.softmax.kernel import Kernel, PlainKernel, Scores
+from components.context_parallel.softmax.kernel import Block, Kernel, PlainKernel, Scores
 from components.models.glm_flash.documents import Documents
 
 WIDTH, VALUE = 6, 4
@@ -110,6 +110,14 @@ def defined(case: Case, lengths: tuple[int, ...], tensors: Tensors) -> Tensors:
     found = found.masked_fill(~seen, -math.inf)
     out = torch.einsum("nqk,knh->qnh", found.softmax(-1), values)
     lse = found.logsumexp(-1).t()
+    return differentiate(case, out, lse, q, k, v, sinks, tensors["pull"])
+
+
+def alone(case: Case, lengths: tuple[int, ...], tensors: Tensors) -> Tensors:
+    """The same by one process, in the arithmetic of the plain kernel."""
+    q, k, v, sinks = (tensors[n].clone().requires_grad_() for n in ("q", "k", "v", "sinks"))
+    block = Block(Documents.from_lengths(lengths).start, 0, 0, len(q))
+    out, lse = PlainKernel().attend(q, k, v, block, case.scores())
     return differentiate(case, out, lse, q, k, v, sinks, tensors["pull"])
 
 

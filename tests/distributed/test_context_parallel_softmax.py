@@ -20,12 +20,14 @@ from components.context_parallel.softmax.kernel import PlainKernel
 from components.context_parallel.softmax.reach import Reach
 from components.context_parallel.softmax.volume import Heads, softmax_volume
 from components.vocabulary.ring import RidingSum
+from tests.distributed.softmax_layers import DIMS, one_process, several
 from tests.distributed.softmax_support import (
     BATCHES,
     CASES,
     VALUE,
     WIDTH,
     Case,
+    alone,
     assert_same,
     defined,
     differences,
@@ -82,17 +84,16 @@ def float32() -> None:
 
 
 def bfloat16() -> None:
-    """Gradients of keys are summed over ranks before they are rounded."""
+    """Gradients of keys are rounded once, after they are summed; those of copied heads twice."""
     link, case = Link(dist.group.WORLD), CASES["one key head"]
     lengths = BATCHES[link.size]["one document"]
     narrow = inputs(case, lengths, torch.bfloat16)
-    exact = defined(case, lengths, {n: t.double() for n, t in narrow.items()})
+    one = alone(case, lengths, narrow)
     for name, exchange in exchanges(link.size).items():
         found = split(case, exchange, share_of(lengths, "zigzag", link), narrow)
-        assert found["k"].dtype == torch.bfloat16
-        for tensor, error in differences(found, exact):
-            # Half a unit in the last place is 2 ** -9; inputs of gradients are rounded too.
-            assert error <= 2**-6, (name, tensor, error)
+        for tensor in ("k", "v"):
+            same = (found[tensor] == one[tensor]).float().mean().item()
+            assert same > 0.97 or name == "ulysses" and same > 0.3, (name, tensor, same)
 
 
 def documents_keep_apart() -> None:
@@ -147,7 +148,7 @@ def mistakes() -> Iterator[dict[str, tuple[str, Callable[[], Any], set[str]]]]:
             "ring", lambda: patch.object(RidingSum, "home", nothing), {"k", "v"},
         ),
         "blocks are added without their weights": (
-            "ring", lambda: patch.object(ring, "_fold", add), {"out", "q", "k", "v"},
+            "ring", lambda: patch.object(ring, "_fold", add), {"out", "q", "k"},
         ),
         "gathered rows stay in the order of ranks": (
             "all_gather", lambda: patch.object(fetch, "collect", unordered), {"out", "q", "k", "v"},
@@ -164,6 +165,8 @@ def mistakes_show() -> None:
     share = share_of(lengths, "zigzag", link)
     with mistakes() as all_of_them:
         for name, (method, wrong, shows) in all_of_them.items():
+            if "order of ranks" in name and link.size == 2:
+                continue  # of two ranks' parts only the last is out of order, which never leaves
             exchange = Exchange(method)  # type: ignore[arg-type]
             with wrong():
                 found = fails(lambda e=exchange: split(case, e, share, tensors), wanted)
@@ -328,6 +331,31 @@ def refusals() -> None:
     assert link.traffic.total() == 0
 
 
+WITH_GPT_OSS = {"gpt_oss, sliding": ("ring",), "gpt_oss, full": ("ulysses", "ring")}
+
+
+def layers_of_models() -> None:
+    """Attentions as models have them, with rotary positions, norms, sinks, windows or slopes."""
+    link, generator = Link(dist.group.WORLD), torch.Generator().manual_seed(0)
+    lengths = BATCHES[link.size]["shorter than a share"]
+    for name, dim in DIMS.items():
+        x, pull = torch.randn(2, sum(lengths), dim, generator=generator, dtype=torch.float64)
+        wanted = one_process(name, lengths, x, pull)
+        for method, exchange in exchanges(link.size).items():
+            # Layers of gpt-oss are large, and one with a window has but one method.
+            if "gpt_oss" in name and method not in WITH_GPT_OSS[name]:
+                continue
+            share = share_of(lengths, "zigzag", link)
+            found = several(name, exchange, share, x, pull)
+            assert ("sinks" in found) == ("gpt_oss" in name)
+            for tensor, error in differences(found, wanted):
+                assert error <= 1e-11, (name, method, tensor, error)
+            names = {sent for sent, _ in link.traffic.sent}
+            link.traffic.reset()
+            halo = {"softmax.window", "softmax.window_gradients"}
+            assert (names == halo) == ("sliding" in name or method == "window")
+
+
 CHECKS = {
     "outputs and gradients equal one process": parity,
     "float32 loses no more than its rounding": float32,
@@ -339,6 +367,7 @@ CHECKS = {
     "bytes are what the methods promise": published_formulas,
     "unseen blocks are skipped": unseen_blocks_are_skipped,
     "transfers overlap work": transfers_overlap_work,
+    "layers of models": layers_of_models,
     "what does not fit is refused": refusals,
 }
 

@@ -90,7 +90,7 @@ def attend_heads(
             strict=True,
         )
     )
-    block = Block(share.documents.start, 0, 0, layout.tokens)
+    block = Block(share.documents.start, 0, 0, layout.tokens, share)
     out, lse = kernel.attend(q, k, v, block, scores.of_heads(split.of(share.rank)))
     returned = _return_rows(out, share, "softmax.outputs")
     return returned, _return_rows(lse, share, "softmax.lse") if need_lse else None

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from kernels.position.alibi import DistanceBias
 from kernels.precision import accumulation_dtype
 from kernels.row_blocks import row_blocks
 
@@ -50,12 +51,15 @@ class Block:
         start: int64 (queries,), where in the batch their documents start.
         first_query, first_key: places in the batch.
         keys: how many.
+        batch: what stands for the batch; kernels may remember by it what they derive from a block,
+            for as long as it lives.
     """
 
     start: torch.Tensor
     first_query: int
     first_key: int
     keys: int
+    batch: object | None = None
 
     def query_places(self) -> torch.Tensor:
         """int64 (queries,): places in the batch."""
@@ -66,6 +70,12 @@ class Block:
         """int64 (keys,): places in the batch."""
         begin = self.first_key
         return torch.arange(begin, begin + self.keys, device=self.start.device)
+
+    def bias(self, scores: Scores) -> DistanceBias | None:
+        """ALiBi's, by distances in the batch; or None."""
+        if scores.slopes is None:
+            return None
+        return DistanceBias(scores.slopes, self.query_places(), self.key_places())
 
 
 class Kernel(ABC):
@@ -222,9 +232,10 @@ def _scores(
     groups = q.shape[1] // k.shape[1]
     products = _from_rows(q.to(k.dtype), groups) @ k.permute(1, 2, 0)
     found = products.unflatten(1, (groups, -1)).flatten(0, 1) * scores.scale
+    bias = block.bias(scores)
+    if bias is not None:
+        found = found + bias.rows(rows.start, rows.stop, block.keys)
     queries, keys = block.query_places()[rows, None], block.key_places()
-    if scores.slopes is not None:
-        found = found + scores.slopes[:, None, None] * (keys - queries)
     seen = (keys >= block.start[rows, None]) & (keys <= queries)
     if scores.window is not None:
         seen &= queries - keys < scores.window

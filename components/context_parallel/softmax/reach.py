@@ -81,14 +81,14 @@ def own_block(share: Share, part: int, ahead: int) -> Block:
     """One of this rank's parts, which sees itself and the ``ahead`` tokens before it."""
     piece = share.layout.parts[part]
     start = share.documents.start[piece.begin : piece.stop]
-    return Block(start, piece.begin, piece.begin - ahead, len(piece) + ahead)
+    return Block(start, piece.begin, piece.begin - ahead, len(piece) + ahead, share)
 
 
 def cross_block(share: Share, reach: Reach, part: int, before: int) -> Block:
     """The first tokens of one of this rank's parts, which see the last ones of an earlier part."""
     piece, keys = share.layout.parts[part], reach.seen(part, before)
     start = share.documents.start[piece.begin : piece.begin + reach.looking(part, before)]
-    return Block(start, piece.begin, share.layout.parts[before].stop - keys, keys)
+    return Block(start, piece.begin, share.layout.parts[before].stop - keys, keys, share)
 
 
 def leaving_index(share: Share, reach: Reach) -> torch.Tensor:
