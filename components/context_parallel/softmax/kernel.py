@@ -110,7 +110,7 @@ class Kernel(ABC):
         Args:
             grad_out: (queries, N, Hv), of the output over all keys.
             shift: (queries, N), see the module.
-            lse: (queries, N), over all keys; finite.
+            lse: (queries, N), over all keys; -inf for a query that has none.
         """
 
     def attend(
@@ -174,7 +174,7 @@ class PlainKernel(Kernel):
         for rows in row_blocks(len(q), q.shape[1] * len(k)):
             some = _scores(q[rows], k, block, rows, scores)
             total = some.logsumexp(-1)
-            weights = torch.exp(some - total.where(total.isfinite(), 0).unsqueeze(-1))
+            weights = torch.exp(some - _reachable(total).unsqueeze(-1))
             out[rows] = _to_rows(_by_key_head(weights, groups) @ v.transpose(0, 1), groups)
             lse[rows] = total.t()
         return out, lse
@@ -198,7 +198,7 @@ class PlainKernel(Kernel):
         grad_k, grad_v = (torch.zeros_like(t.transpose(0, 1)) for t in (k, v))
         for rows in row_blocks(len(q), q.shape[1] * len(k)):
             some = _scores(q[rows], k, block, rows, scores)
-            weights = torch.exp(some - lse[rows].t().unsqueeze(-1))
+            weights = torch.exp(some - _reachable(lse[rows].t()).unsqueeze(-1))
             weights = _by_key_head(weights, groups)
             upstream = _from_rows(grad_out[rows].to(wide), groups)
             grad_v += weights.transpose(1, 2) @ upstream
@@ -208,6 +208,11 @@ class PlainKernel(Kernel):
             grad_q[rows] = _to_rows(of_scores @ k.transpose(0, 1), groups)
             grad_k += of_scores.transpose(1, 2) @ _from_rows(q[rows].to(wide), groups)
         return grad_q, grad_k.transpose(0, 1), grad_v.transpose(0, 1)
+
+
+def _reachable(lse: torch.Tensor) -> torch.Tensor:
+    """0 in place of -inf: what is subtracted from the scores of a query that sees nothing."""
+    return lse.where(lse.isfinite(), 0)
 
 
 def _from_rows(rows: torch.Tensor, groups: int) -> torch.Tensor:
