@@ -13,7 +13,7 @@ from torchtitan.models.gpt_oss.sharding import set_gpt_oss_sharding_config
 from components.context_parallel.layout import cut_batch
 from components.context_parallel.softmax import flex
 from components.context_parallel.softmax.attend import Exchange
-from components.context_parallel.softmax.flex import DifferentiableKernel, FlexKernel, mask_of
+from components.context_parallel.softmax.flex import DifferentiableKernel, FlexKernel, view_of
 from components.context_parallel.softmax.heads import HeadSplit
 from components.context_parallel.softmax.kernel import (
     Block,
@@ -126,16 +126,9 @@ def test_flex_attention_computes_the_same_block(name: str) -> None:
     q, k, v, *_ = tensors(torch.float32)
     rows, keys = slice(20, TOKENS), slice(5, 30)
     pieces = q[rows], k[keys], v[keys], block(rows, keys), SCORES[name]
-    with patch.object(flex, "create_attention_mask", flex_mask_on_the_cpu):
-        found = FlexKernel().forward(*pieces)
+    found = FlexKernel().forward(*pieces)
     for ours, wanted in zip(found, PlainKernel().forward(*pieces), strict=True):
         torch.testing.assert_close(ours, wanted, rtol=1e-5, atol=1e-5)
-
-
-def flex_mask_on_the_cpu(*args: Any, **kwargs: Any) -> Any:
-    from torch.nn.attention.flex_attention import create_block_mask
-
-    return create_block_mask(*args, **kwargs)
 
 
 def test_masks_are_made_once_for_a_batch_and_go_with_it() -> None:
@@ -143,15 +136,55 @@ def test_masks_are_made_once_for_a_batch_and_go_with_it() -> None:
         pass
 
     batch, rows = Batch(), slice(0, 20)
-    with patch.object(flex, "create_attention_mask", flex_mask_on_the_cpu):
-        mask = mask_of(block(rows, rows, batch), None)
-        assert mask_of(block(rows, rows, batch), None) is mask
-        assert mask_of(block(rows, rows, batch), 9) is not mask
-        assert mask_of(block(rows, rows, Batch()), None) is not mask
-        before = len(flex._masks)
-        del batch
-        gc.collect()
-        assert len(flex._masks) < before
+    view = view_of(block(rows, rows, batch))
+    assert view_of(block(rows, rows, batch)) is view
+    assert view_of(block(slice(1, 20), rows, batch)) is not view
+    assert view_of(block(rows, rows, Batch())) is not view
+    assert view.mask(9) is view.mask(9) is not view.mask(None)
+    before = len(flex._views)
+    del batch
+    gc.collect()
+    assert len(flex._views) < before
+
+
+def test_blocks_of_any_lengths_share_compiled_code() -> None:
+    """As it is captured; what a compiler makes of it needs a GPU."""
+    graphs = []
+
+    def capture(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    generator = torch.Generator().manual_seed(0)
+    with (
+        patch.object(flex, "flex_attention", flex.compiled(flex.flex_attention, capture)),
+        patch.object(flex, "create_block_mask", flex.compiled(flex.create_block_mask, capture)),
+    ):
+        for queries, ahead in ((300, 200), (513, 33), (1, 3), (4, 1000)):
+            tokens = queries + ahead
+            start = Documents.from_lengths((1, tokens - 1)).start[ahead:]
+            piece = Block(start, ahead, 0, tokens)
+            q, k, v = (
+                torch.randn(shape, generator=generator)
+                for shape in ((queries, 4, 16), (tokens, 2, 16), (tokens, 2, 16))
+            )
+            found = FlexKernel().forward(q, k, v, piece, SCORES["window"])
+            wanted = PlainKernel().forward(q, k, v, piece, SCORES["window"])
+            for ours, theirs in zip(found, wanted, strict=True):
+                torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    assert len(graphs) <= 4, "two of each, the second for sizes that the first took for constants"
+
+
+@pytest.mark.parametrize("tokens", [1, 128, 256, 257])
+def test_blocks_of_any_length_are_whole_tiles(tokens: int) -> None:
+    """Or code would be compiled anew for lengths of one tile, and for every other remainder."""
+    start = torch.zeros(tokens, dtype=torch.int64)
+    view = flex.View(Block(start, 500, 300, 150))
+    assert len(view.queries) == len(view.start) == (384 if tokens == 257 else 256)
+    assert len(view.keys) == 256
+    assert view.keys[149] == 449 and view.queries[tokens - 1] == 499 + tokens
+    # What fills up a block sees nothing and is seen by nobody.
+    assert (view.keys[150:] > 10**9).all() and (view.start[tokens:] > view.keys[:150].max()).all()
 
 
 @pytest.mark.gpu

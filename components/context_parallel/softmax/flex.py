@@ -1,20 +1,50 @@
 """Blocks in FlexAttention, compiled: for CUDA. Nothing is as large as queries times keys."""
 
+from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
-from torchtitan.models.common.attention import create_attention_mask
+import torch.nn.functional as F
+from torch.nn.attention.flex_attention import (
+    AuxRequest,
+    BlockMask,
+    create_block_mask,
+    flex_attention,
+)
 
 from components.context_parallel.softmax.kernel import Block, Gradients, Kernel, Outputs, Scores
+from kernels.position.alibi import DistanceBias
 from kernels.precision import accumulation_dtype
 
-# One compiled function for all layers and blocks; dynamic, as blocks differ in their lengths.
-_compiled: Any = torch.compile(flex_attention)
+TILE = 128
+"""Tokens of a block mask's tile."""
 
-# What the same batch's blocks see is the same in all layers of a kind, in forward and backward.
-_masks: WeakKeyDictionary[Any, dict[tuple[Any, ...], BlockMask]] = WeakKeyDictionary()
+NOWHERE = 2**62
+"""Place of tokens that fill up a tile: after every query's, so that none sees them."""
+
+
+def compiled(function: Callable[..., Any], backend: Any = "inductor") -> Callable[..., Any]:
+    """One compiled function for all layers, for blocks of any lengths.
+
+    It must never fall back to what is not compiled, which holds a number for every query and key;
+    so it is an error to compile more often than kinds of layers and passes call for.
+    """
+    # Its overloads leave the limit out.
+    compile_: Any = torch.compile
+    return compile_(
+        function,
+        backend=backend,
+        dynamic=True,
+        fullgraph=True,
+        recompile_limit=32,
+        isolate_recompiles=True,
+    )
+
+
+_attention, _block_mask = compiled(flex_attention), compiled(create_block_mask)
+
+_views: WeakKeyDictionary[Any, dict[tuple[int, ...], "View"]] = WeakKeyDictionary()
 
 
 class DifferentiableKernel(Kernel):
@@ -65,39 +95,84 @@ class FlexKernel(DifferentiableKernel):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: Block, scores: Scores
     ) -> Outputs:
         """See ``Kernel``; differentiable on CUDA."""
-        flex: Any = _compiled if q.is_cuda else flex_attention
-        q_1NLH, k_1MLH, v_1MLH = (t.transpose(0, 1).unsqueeze(0) for t in (q, k, v))
+        view = view_of(block)
+        q_1NLH, k_1MLH, v_1MLH = (
+            F.pad(t.transpose(0, 1), (0, 0, 0, len(places) - len(t))).contiguous().unsqueeze(0)
+            for t, places in ((q, view.queries), (k, view.keys), (v, view.keys))
+        )
+        flex: Any = _attention if q.is_cuda else flex_attention
+        bias = None
+        if scores.slopes is not None:
+            bias = DistanceBias(scores.slopes, view.queries, view.keys)
         out, aux = flex(
             q_1NLH,
             k_1MLH,
             v_1MLH,
-            score_mod=block.bias(scores),
-            block_mask=mask_of(block, scores.window),
+            score_mod=bias,
+            block_mask=view.mask(scores.window),
             scale=scores.scale,
             enable_gqa=q.shape[1] != k.shape[1],
             return_aux=AuxRequest(lse=True),
         )
-        return out.squeeze(0).transpose(0, 1), aux.lse.squeeze(0).transpose(0, 1)
+        out, lse = (t.squeeze(0).transpose(0, 1)[: len(q)] for t in (out, aux.lse))
+        return out, lse
 
 
-def mask_of(block: Block, window: int | None) -> BlockMask:
-    """Who sees whom; made once for all layers of a batch."""
+class View:
+    """A block's places, filled up to whole tiles, and who sees whom, by window.
+
+    At least two tiles: compiled code takes a size of 1 for a constant.
+
+    Attributes:
+        queries, keys, start: int64, places of queries and keys, and of the documents' starts.
+    """
+
+    def __init__(self, block: Block) -> None:
+        self.queries, self.start = (_fill(places) for places in (block.query_places(), block.start))
+        self.keys = _fill(block.key_places())
+        self._masks: dict[int | None, BlockMask] = {}
+
+    def mask(self, window: int | None) -> BlockMask:
+        """Made once for all layers."""
+        if window not in self._masks:
+            sizes = len(self.queries), len(self.keys)
+            make: Any = _block_mask if self.keys.is_cuda else create_block_mask
+            self._masks[window] = make(
+                self._seen(window), None, None, *sizes, device=self.keys.device
+            )
+        return self._masks[window]
+
+    def _seen(self, window: int | None) -> Callable[..., torch.Tensor]:
+        # Tensors: numbers, and this object's identity, would be constants of the compiled code.
+        queries, keys, start = self.queries, self.keys, self.start
+
+        def of_document(
+            b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor
+        ) -> torch.Tensor:
+            return (keys[k] >= start[q]) & (keys[k] <= queries[q])
+
+        if window is None:
+            return of_document
+
+        def of_window(
+            b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor
+        ) -> torch.Tensor:
+            return of_document(b, h, q, k) & (queries[q] - keys[k] < window)
+
+        return of_window
+
+
+def _fill(places: torch.Tensor) -> torch.Tensor:
+    tiles = max(2, -(-len(places) // TILE))
+    return F.pad(places, (0, tiles * TILE - len(places)), value=NOWHERE)
+
+
+def view_of(block: Block) -> View:
+    """The same for all layers of a batch, in forward and backward."""
     if block.batch is None:
-        return _make_mask(block, window)
-    made = _masks.setdefault(block.batch, {})
-    key = (block.first_query, len(block.start), block.first_key, block.keys, window)
+        return View(block)
+    made = _views.setdefault(block.batch, {})
+    key = (block.first_query, len(block.start), block.first_key, block.keys)
     if key not in made:
-        made[key] = _make_mask(block, window)
+        made[key] = View(block)
     return made[key]
-
-
-def _make_mask(block: Block, window: int | None) -> BlockMask:
-    # Places as tensors: numbers would be constants of the compiled code.
-    queries, keys, start = block.query_places(), block.key_places(), block.start
-
-    def seen(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-        found = (keys[k] >= start[q]) & (keys[k] <= queries[q])
-        return found if window is None else found & (queries[q] - keys[k] < window)
-
-    device = block.start.device
-    return create_attention_mask(seen, None, None, len(block.start), block.keys, device=device)
