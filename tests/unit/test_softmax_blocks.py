@@ -22,6 +22,7 @@ from components.context_parallel.softmax.kernel import (
     Scores,
     shift_of,
 )
+from components.context_parallel.softmax.tiles import View
 from components.context_parallel.softmax.volume import Heads, softmax_volume
 from components.models.glm_flash.documents import Documents
 from components.models.library import TitanModel
@@ -147,6 +148,7 @@ def test_masks_are_made_once_for_a_batch_and_go_with_it() -> None:
     assert len(flex._views) < before
 
 
+@pytest.mark.slow
 def test_blocks_of_any_lengths_share_compiled_code() -> None:
     """As it is captured; what a compiler makes of it needs a GPU."""
     graphs = []
@@ -156,10 +158,7 @@ def test_blocks_of_any_lengths_share_compiled_code() -> None:
         return graph.forward
 
     generator = torch.Generator().manual_seed(0)
-    with (
-        patch.object(flex, "flex_attention", flex.compiled(flex.flex_attention, capture)),
-        patch.object(flex, "create_block_mask", flex.compiled(flex.create_block_mask, capture)),
-    ):
+    with patch.object(flex, "flex_attention", flex.compiled(flex.flex_attention, capture)):
         for queries, ahead in ((300, 200), (513, 33), (1, 3), (4, 1000)):
             tokens = queries + ahead
             start = Documents.from_lengths((1, tokens - 1)).start[ahead:]
@@ -172,19 +171,42 @@ def test_blocks_of_any_lengths_share_compiled_code() -> None:
             wanted = PlainKernel().forward(q, k, v, piece, SCORES["window"])
             for ours, theirs in zip(found, wanted, strict=True):
                 torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
-    assert len(graphs) <= 4, "two of each, the second for sizes that the first took for constants"
+    assert len(graphs) <= 2, "one, and one for sizes that the first took for constants"
 
 
 @pytest.mark.parametrize("tokens", [1, 128, 256, 257])
 def test_blocks_of_any_length_are_whole_tiles(tokens: int) -> None:
     """Or code would be compiled anew for lengths of one tile, and for every other remainder."""
     start = torch.zeros(tokens, dtype=torch.int64)
-    view = flex.View(Block(start, 500, 300, 150))
+    view = View(Block(start, 500, 300, 150))
     assert len(view.queries) == len(view.start) == (384 if tokens == 257 else 256)
     assert len(view.keys) == 256
     assert view.keys[149] == 449 and view.queries[tokens - 1] == 499 + tokens
     # What fills up a block sees nothing and is seen by nobody.
     assert (view.keys[150:] > 10**9).all() and (view.start[tokens:] > view.keys[:150].max()).all()
+
+
+@pytest.mark.parametrize("window", [None, 1, 40, 128, 200])
+@pytest.mark.parametrize(
+    ("queries", "keys"), [((0, 700), (0, 700)), ((300, 640), (0, 640)), ((450, 700), (130, 450))]
+)
+def test_tiles_are_those_in_which_pairs_are_seen(
+    queries: tuple[int, int], keys: tuple[int, int], window: int | None
+) -> None:
+    lengths = (100, 1, 155, 256, 188)
+    start = Documents.from_lengths(lengths).start[slice(*queries)]
+    view = View(Block(start, queries[0], keys[0], keys[1] - keys[0]))
+    mask = view.mask(window)
+    pairs = (view.keys >= view.start[:, None]) & (view.keys <= view.queries[:, None])
+    pairs &= view.queries[:, None] - view.keys < (window or 1000)
+    tiles = pairs.unflatten(0, (-1, 128)).unflatten(2, (-1, 128))
+    some, full = tiles.any(3).any(1), tiles.all(3).all(1)
+    assert torch.equal(mask.to_dense()[0, 0].bool(), some)
+    assert torch.equal(mask.full_kv_num_blocks[0, 0], full.sum(1))
+    for row, (count, which) in enumerate(
+        zip(mask.full_kv_num_blocks[0, 0], mask.full_kv_indices[0, 0], strict=True)
+    ):
+        assert sorted(which[:count].tolist()) == full[row].nonzero().flatten().tolist()
 
 
 @pytest.mark.gpu

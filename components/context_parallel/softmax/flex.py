@@ -6,22 +6,12 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
-from torch.nn.attention.flex_attention import (
-    AuxRequest,
-    BlockMask,
-    create_block_mask,
-    flex_attention,
-)
+from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
 from components.context_parallel.softmax.kernel import Block, Gradients, Kernel, Outputs, Scores
+from components.context_parallel.softmax.tiles import View
 from kernels.position.alibi import DistanceBias
 from kernels.precision import accumulation_dtype
-
-TILE = 128
-"""Tokens of a block mask's tile."""
-
-NOWHERE = 2**62
-"""Place of tokens that fill up a tile: after every query's, so that none sees them."""
 
 
 def compiled(function: Callable[..., Any], backend: Any = "inductor") -> Callable[..., Any]:
@@ -42,9 +32,9 @@ def compiled(function: Callable[..., Any], backend: Any = "inductor") -> Callabl
     )
 
 
-_attention, _block_mask = compiled(flex_attention), compiled(create_block_mask)
+_attention = compiled(flex_attention)
 
-_views: WeakKeyDictionary[Any, dict[tuple[int, ...], "View"]] = WeakKeyDictionary()
+_views: WeakKeyDictionary[Any, dict[tuple[int, ...], View]] = WeakKeyDictionary()
 
 
 class DifferentiableKernel(Kernel):
@@ -116,55 +106,6 @@ class FlexKernel(DifferentiableKernel):
         )
         out, lse = (t.squeeze(0).transpose(0, 1)[: len(q)] for t in (out, aux.lse))
         return out, lse
-
-
-class View:
-    """A block's places, filled up to whole tiles, and who sees whom, by window.
-
-    At least two tiles: compiled code takes a size of 1 for a constant.
-
-    Attributes:
-        queries, keys, start: int64, places of queries and keys, and of the documents' starts.
-    """
-
-    def __init__(self, block: Block) -> None:
-        self.queries, self.start = (_fill(places) for places in (block.query_places(), block.start))
-        self.keys = _fill(block.key_places())
-        self._masks: dict[int | None, BlockMask] = {}
-
-    def mask(self, window: int | None) -> BlockMask:
-        """Made once for all layers."""
-        if window not in self._masks:
-            sizes = len(self.queries), len(self.keys)
-            make: Any = _block_mask if self.keys.is_cuda else create_block_mask
-            self._masks[window] = make(
-                self._seen(window), None, None, *sizes, device=self.keys.device
-            )
-        return self._masks[window]
-
-    def _seen(self, window: int | None) -> Callable[..., torch.Tensor]:
-        # Tensors: numbers, and this object's identity, would be constants of the compiled code.
-        queries, keys, start = self.queries, self.keys, self.start
-
-        def of_document(
-            b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor
-        ) -> torch.Tensor:
-            return (keys[k] >= start[q]) & (keys[k] <= queries[q])
-
-        if window is None:
-            return of_document
-
-        def of_window(
-            b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor
-        ) -> torch.Tensor:
-            return of_document(b, h, q, k) & (queries[q] - keys[k] < window)
-
-        return of_window
-
-
-def _fill(places: torch.Tensor) -> torch.Tensor:
-    tiles = max(2, -(-len(places) // TILE))
-    return F.pad(places, (0, tiles * TILE - len(places)), value=NOWHERE)
 
 
 def view_of(block: Block) -> View:
