@@ -1,4 +1,4 @@
-"""Attention whose keys go round rings of ranks: no rank ever holds more than three ranks' share.
+"""Attention whose keys go round rings of ranks, which hold three ranks' at most, or five in two.
 
 Ring attention (arXiv 2310.01889): every rank meets every rank's keys and values once, and folds
 what its queries see of them into running outputs and log-sum-exps, in full precision. In backward
