@@ -187,6 +187,18 @@ def exchange_rows(
     return _Exchange.apply(rows, tuple(send), tuple(receive), link, name)
 
 
+def send_rows(
+    rows: torch.Tensor,
+    send: Sequence[int],
+    receive: Sequence[int],
+    link: Link,
+    name: str,
+    direction: Direction,
+) -> torch.Tensor:
+    """``exchange_rows``, not differentiable, for passes that do their own backward."""
+    return _all_to_all(rows, send, receive, link, name, direction)
+
+
 class _Reorder(torch.autograd.Function):
     @staticmethod
     def forward(

@@ -84,15 +84,23 @@ class RidingSum:
         width: its columns.
         like: gives the device.
         dtype: of the sums.
+        first: meeting of the first parts, 0 or 1. With 1 no rank begins its own tensor's sum, which
+            saves a hop, and a ring of one rank has no sums.
     """
 
     def __init__(
-        self, ring: Ring, rows: Sequence[int], width: int, like: torch.Tensor, dtype: torch.dtype
+        self,
+        ring: Ring,
+        rows: Sequence[int],
+        width: int,
+        like: torch.Tensor,
+        dtype: torch.dtype,
+        first: int = 0,
     ) -> None:
         self._ring, self._rows = ring, rows
         held = 3 if ring.size > 1 else 1
         self._free = [like.new_empty(max(rows), width, dtype=dtype) for _ in range(held)]
-        self._meeting = 0
+        self._meeting = first
         self._sum: torch.Tensor | None = None
         self._incoming: torch.Tensor | None = None
         self._part: torch.Tensor | None = None

@@ -1,7 +1,8 @@
 """ALiBi (arXiv 2108.12409): attention scores fall with the distance, linearly, at a rate per head.
 
-The distance is a difference of indices, so it is right inside every document of a packed sequence;
-what lies outside a document is the mask's affair.
+The distance is a difference of places, so it is right inside every document of a packed sequence;
+what lies outside a document is the mask's affair. Places are indices unless they are given, as for
+queries and keys that are pieces of a sequence.
 """
 
 import torch
@@ -29,9 +30,19 @@ def _geometric(heads: int) -> list[float]:
 class DistanceBias:
     """A FlexAttention ``score_mod`` that subtracts slope x distance, which others can spell out."""
 
-    def __init__(self, slopes: torch.Tensor) -> None:
-        """``slopes``: float32 (N,), of the heads that queries come with."""
-        self.slopes = slopes
+    def __init__(
+        self,
+        slopes: torch.Tensor,
+        queries: torch.Tensor | None = None,
+        keys: torch.Tensor | None = None,
+    ) -> None:
+        """Of the heads that queries come with.
+
+        Args:
+            slopes: float32 (N,).
+            queries, keys: int64, places of all queries and keys in their sequence; both or neither.
+        """
+        self.slopes, self.queries, self.keys = slopes, queries, keys
 
     def __call__(
         self,
@@ -42,11 +53,16 @@ class DistanceBias:
         key: torch.Tensor,
     ) -> torch.Tensor:
         """The score of one query and key, biased."""
+        if self.queries is not None and self.keys is not None:
+            query, key = self.queries[query], self.keys[key]
         return score + self.slopes[head] * (key - query)
 
     def rows(self, start: int, stop: int, keys: int) -> torch.Tensor:
         """The bias of queries ``start:stop`` as a tensor: float32 (N, stop - start, keys)."""
         device = self.slopes.device
-        queries = torch.arange(start, stop, device=device)
-        distances = torch.arange(keys, device=device) - queries[:, None]
+        if self.queries is not None and self.keys is not None:
+            distances = self.keys[:keys] - self.queries[start:stop, None]
+        else:
+            queries = torch.arange(start, stop, device=device)
+            distances = torch.arange(keys, device=device) - queries[:, None]
         return self.slopes[:, None, None] * distances

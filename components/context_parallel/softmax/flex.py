@@ -1,0 +1,119 @@
+"""Blocks in FlexAttention, compiled: for CUDA. Nothing is as large as queries times keys."""
+
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention.flex_attention import AuxRequest, flex_attention
+
+from components.context_parallel.softmax.kernel import Block, Gradients, Kernel, Outputs, Scores
+from components.context_parallel.softmax.tiles import View
+from kernels.position.alibi import DistanceBias
+from kernels.precision import accumulation_dtype
+
+
+def compiled(function: Callable[..., Any], backend: Any = "inductor") -> Callable[..., Any]:
+    """One compiled function for all layers, for blocks of any lengths.
+
+    It must never fall back to what is not compiled, which holds a number for every query and key;
+    so it is an error to compile more often than kinds of layers and passes call for.
+    """
+    # Its overloads leave the limit out.
+    compile_: Any = torch.compile
+    return compile_(
+        function,
+        backend=backend,
+        dynamic=True,
+        fullgraph=True,
+        recompile_limit=32,
+        isolate_recompiles=True,
+    )
+
+
+_attention = compiled(flex_attention)
+
+_views: WeakKeyDictionary[Any, dict[tuple[int, ...], View]] = WeakKeyDictionary()
+
+
+class DifferentiableKernel(Kernel):
+    """A kernel whose backward lets autograd differentiate its forward.
+
+    That knows the log-sum-exp of the block's own keys alone, so backward runs forward again, and
+    turns the gradients over all keys into those of the block's own output and log-sum-exp.
+    """
+
+    def backward(
+        self,
+        grad_out: torch.Tensor,
+        shift: torch.Tensor,
+        lse: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        block: Block,
+        scores: Scores,
+    ) -> Gradients:
+        """See ``Kernel``; gradients are rounded to the dtype of q once for each block."""
+        tensors = [t.detach().requires_grad_() for t in (q, k, v)]
+        with torch.enable_grad():
+            out, own_lse = self.attend(tensors[0], tensors[1], tensors[2], block, scores)
+        wide = accumulation_dtype(q.dtype)
+        # This block's weight among all: out is the sum of weight x out, lse the log of the sum.
+        weight = torch.exp(own_lse.detach() - lse)
+        upstream = grad_out.to(wide) * weight.unsqueeze(-1)
+        product = (grad_out.to(wide) * out.detach().to(wide)).sum(-1)
+        grads = torch.autograd.grad(
+            (out, own_lse), tensors, (upstream.to(out.dtype), weight * (product - shift))
+        )
+        grad_q, grad_k, grad_v = (g.to(wide) for g in grads)
+        return grad_q, grad_k, grad_v
+
+
+class FlexKernel(DifferentiableKernel):
+    """FlexAttention under a block mask. Compiled on CUDA; elsewhere it has no backward."""
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: Block, scores: Scores
+    ) -> Outputs:
+        """See ``Kernel``."""
+        with torch.no_grad():
+            return self.attend(q, k, v, block, scores)
+
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: Block, scores: Scores
+    ) -> Outputs:
+        """See ``Kernel``; differentiable on CUDA."""
+        view = view_of(block)
+        q_1NLH, k_1MLH, v_1MLH = (
+            F.pad(t.transpose(0, 1), (0, 0, 0, len(places) - len(t))).contiguous().unsqueeze(0)
+            for t, places in ((q, view.queries), (k, view.keys), (v, view.keys))
+        )
+        flex: Any = _attention if q.is_cuda else flex_attention
+        bias = None
+        if scores.slopes is not None:
+            bias = DistanceBias(scores.slopes, view.queries, view.keys)
+        out, aux = flex(
+            q_1NLH,
+            k_1MLH,
+            v_1MLH,
+            score_mod=bias,
+            block_mask=view.mask(scores.window),
+            scale=scores.scale,
+            enable_gqa=q.shape[1] != k.shape[1],
+            return_aux=AuxRequest(lse=True),
+        )
+        out, lse = (t.squeeze(0).transpose(0, 1)[: len(q)] for t in (out, aux.lse))
+        return out, lse
+
+
+def view_of(block: Block) -> View:
+    """The same for all layers of a batch, in forward and backward."""
+    if block.batch is None:
+        return View(block)
+    made = _views.setdefault(block.batch, {})
+    key = (block.first_query, len(block.start), block.first_key, block.keys)
+    if key not in made:
+        made[key] = View(block)
+    return made[key]

@@ -1,0 +1,103 @@
+"""Attention whose keys come to the queries: each part has one block with all keys that it sees."""
+
+from typing import Any
+
+import torch
+
+from components.context_parallel.share import Share
+from components.context_parallel.softmax.fetch import Fetch
+from components.context_parallel.softmax.kernel import Kernel, Outputs, Scores, shift_of
+from components.context_parallel.softmax.reach import Reach, own_block
+from kernels.precision import accumulation_dtype
+
+
+def attend_fetched(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    share: Share,
+    fetch: Fetch,
+    scores: Scores,
+    kernel: Kernel,
+) -> Outputs:
+    """This rank's queries over all keys that they see; differentiable.
+
+    Args:
+        q: (n, N, H), after the position encoding.
+        k: (n, M, H), alike.
+        v: (n, M, Hv).
+
+    Returns:
+        Output (n, N, Hv) in q's dtype and log-sum-exp (n, N) in ``accumulation_dtype``.
+    """
+    return _Fetched.apply(share, fetch, scores, kernel, q, k, v)
+
+
+def pack(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Keys and values in one row per token: they travel together."""
+    return torch.cat([k.flatten(1), v.flatten(1)], -1)
+
+
+def unpack(
+    rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The inverse of ``pack``, for rows of any tokens; k and v give the shapes."""
+    width = k.shape[1] * k.shape[2]
+    keys, values = rows.split([width, rows.shape[1] - width], -1)
+    return keys.unflatten(1, k.shape[1:]), values.unflatten(1, v.shape[1:])
+
+
+class _Fetched(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        share: Share,
+        fetch: Fetch,
+        scores: Scores,
+        kernel: Kernel,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+    ) -> Outputs:
+        ctx.set_materialize_grads(False)
+        reach, rows = Reach(share.layout, scores.window), pack(k, v)
+        before = fetch.bring(rows, share, reach, "forward")
+        out = q.new_empty(*q.shape[:2], v.shape[2])
+        lse = q.new_empty(q.shape[:2], dtype=accumulation_dtype(q.dtype))
+        for part, mine, ahead in zip(_held(share), share.rows, before, strict=True):
+            keys, values = unpack(torch.cat([ahead, rows[mine]]), k, v)
+            block = own_block(share, part, len(ahead))
+            out[mine], lse[mine] = kernel.forward(q[mine], keys, values, block, scores)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.share, ctx.fetch, ctx.scores, ctx.kernel = share, fetch, scores, kernel
+        return out, lse
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(
+        ctx: Any, grad_out: torch.Tensor | None, grad_lse: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        share, fetch, scores, kernel = ctx.share, ctx.fetch, ctx.scores, ctx.kernel
+        reach, rows = Reach(share.layout, scores.window), pack(k, v)
+        before = fetch.bring(rows, share, reach, "backward")
+        grad_out = torch.zeros_like(out) if grad_out is None else grad_out
+        shift = shift_of(out, grad_out, grad_lse)
+        grad_q = torch.empty_like(q)
+        own, ahead_of = shift.new_empty(rows.shape), []
+        for part, mine, ahead in zip(_held(share), share.rows, before, strict=True):
+            keys, values = unpack(torch.cat([ahead, rows[mine]]), k, v)
+            block = own_block(share, part, len(ahead))
+            grad_q[mine], *grads = kernel.backward(
+                grad_out[mine], shift[mine], lse[mine], q[mine], keys, values, block, scores
+            )
+            both = pack(*grads)
+            ahead_of.append(both[: len(ahead)])
+            own[mine] = both[len(ahead) :]
+        own += fetch.send_back(ahead_of, share, reach)
+        grad_k, grad_v = unpack(own, k, v)
+        return None, None, None, None, grad_q, grad_k.to(k.dtype), grad_v.to(v.dtype)
+
+
+def _held(share: Share) -> tuple[int, ...]:
+    return share.layout.held(share.rank)
