@@ -41,7 +41,7 @@ class Gradients:
         self.of_weights = None if weights is None else _like(weights)
         self.of_parameters: list[torch.Tensor | None] = [None] * len(wanted)
         self._run = run
-        single, rounded = len(run.layer.chunks) == 1, run.around.rounded_sums
+        single, rounded = run.layer.partition.chunks == 1, run.around.rounded_sums
         # Native, then foreign.
         self._sums = [
             {
@@ -140,6 +140,7 @@ class Gradients:
     def _finish(self) -> None:
         """By parameter, with what other ranks computed."""
         run = self._run
+        run.finish_fetch()
         for place, (name, own) in enumerate(zip(run.names, run.native, strict=True)):
             if name in self._returns:
                 total = self._sums[0].pop(name).total()

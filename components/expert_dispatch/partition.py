@@ -6,6 +6,7 @@ ones.
 """
 
 import struct
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -16,6 +17,9 @@ import torch.distributed as dist
 Membership = Literal["strided", "contiguous"]
 
 _MEMBERSHIPS = get_args(Membership)
+
+_CODES = 8
+"""Numbers that ranks compare: as many whatever settings a rank has, or they could not meet."""
 
 
 class DisagreementError(ValueError):
@@ -144,11 +148,12 @@ def agree(
         tokens: of this rank.
         group: whose ranks exchange chunks; None: this rank alone.
         device: where the group's collectives run.
-        others: further settings that the ranks must share, by name; the same names, of the same
-            types, on every rank. Floats are compared to the bit.
+        others: up to four further settings that the ranks must share, by name. Floats are compared
+            to the bit.
 
     Raises:
-        DisagreementError: the ranks follow different rules; raised on every rank alike.
+        DisagreementError: the ranks follow different rules, or have other settings; raised on every
+            rank alike.
     """
     if group is None:
         return rule.cut(tokens)
@@ -176,11 +181,16 @@ class _Settings:
 
     @property
     def codes(self) -> list[int]:
-        return [_code(value) for value in self._values.values()]
+        """Of which settings there are, and of each; zeros up to ``_CODES``."""
+        names = zlib.crc32(" ".join(self._values).encode())
+        codes = [names, *(_code(value) for value in self._values.values())]
+        return codes + [0] * (_CODES - len(codes))
 
     def read(self, codes: Sequence[int]) -> str:
         """Another rank's codes as text."""
-        values = zip(self._values.items(), codes, strict=True)
+        if codes[0] != self.codes[0]:
+            return "those of another component"
+        values = zip(self._values.items(), codes[1:], strict=False)
         return ", ".join(f"{name} {_value(code, mine)!r}" for (name, mine), code in values)
 
 

@@ -29,6 +29,7 @@ from components.expert_dispatch.layer_pass import Surroundings
 from components.expert_dispatch.layer_plan import LayerPlan
 from components.expert_dispatch.partition import DisagreementError
 from components.expert_dispatch.travel import Outward
+from components.expert_dispatch.weights import Fetch, Migration
 from components.recompute.layer import RecomputedLayer
 from components.titan.dispatch import gloo
 from tests.distributed.spawn import run_ranks
@@ -302,7 +303,11 @@ def check_frozen() -> None:
             parameter.requires_grad_(name not in frozen)
         leaf = x.clone().requires_grad_(frozen != "x")
         scores = weights.clone().requires_grad_(frozen != "weights")
-        run(experts, leaf, scores, ids).backward(rows(19, 7))
+        fetches: list[Fetch] = []
+        with kept(Migration, "fetch", fetches):
+            run(experts, leaf, scores, ids).backward(rows(19, 7))
+        # Also by those that only lend: nobody reads weights that are freed after the pass.
+        assert len(fetches) == 2 and not any(fetch._works for fetch in fetches)
         found = {"x": leaf.grad, "weights": scores.grad}
         found |= {name: parameter.grad for name, parameter in experts.named_parameters()}
         for name, gradient in found.items():

@@ -156,6 +156,10 @@ def test_a_plan_does_not_depend_on_how_often_or_where_it_is_made() -> None:
     assert first.transfers == second.transfers
 
 
+def test_a_capacity_beyond_all_rows_moves_nothing() -> None:
+    assert plan(torch.tensor([9, 0]), 2, capacity_factor=1e308).transfers == ()
+
+
 def test_even_loads_move_nothing() -> None:
     made = plan(torch.full((12,), 50), 4)
     assert made.transfers == ()
