@@ -130,7 +130,7 @@ class LayerLoad:
     chunks: int
 
     receive_peak: int
-    """Rows that this rank received in one chunk, at most."""
+    """Rows that this rank received in one chunk, its own tokens' included, at most."""
 
     receive_peak_bytes: int
 

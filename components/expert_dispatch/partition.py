@@ -85,7 +85,7 @@ class Partition:
     """Chunks, K; the same on every rank of the group. Some may be empty."""
 
     largest: int
-    """Tokens of the group's fullest rank."""
+    """Tokens of the group's fullest rank; this one's where nobody asked, as of ``WHOLE``."""
 
     membership: Membership
 
@@ -199,7 +199,8 @@ def _code(value: int | float | str) -> int:
         return _MEMBERSHIPS.index(value)
     if isinstance(value, float):
         return struct.unpack("<q", struct.pack("<d", value))[0]
-    return value
+    # No layer has as many tokens: beyond it all numbers mean the same.
+    return min(value, 2**62)
 
 
 def _value(code: int, like: int | float | str) -> int | float | str:
