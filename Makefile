@@ -2,7 +2,7 @@
 # `make help` prints what follows `##`.
 
 .DEFAULT_GOAL := help
-VERBS := train test check show recipes new inspect memory doctor launch bench lint setup clean help
+VERBS := train test check show recipes new inspect memory doctor launch bench tune lint setup clean help
 SETTINGS := RECIPE PYTHON OVERRIDES NGPU ON NODES DRY NAME FROM SAMPLE STEP ALL VERBOSE ARGS JOBS
 .PHONY: $(VERBS) environment
 
@@ -97,6 +97,9 @@ launch: environment ## start RECIPE on a cluster: ON=slurm or skypilot, NODES=2;
 
 bench: environment ## measure NAME against its floor and its peers (no NAME: list the cases)
 	$(_run) $(call _flag,--name,NAME) $(_pass)
+
+tune: environment ## measure fla's kernels on this GPU and write kernels/tuned/fla_<gpu>.json
+	$(_plain)@exec $(PY) -m kernels.tuned
 
 test: environment ## all tests but the slow (ARGS="-k 'one or two'" for pytest, JOBS=2 at a time)
 	$(_plain)@exec $(PY) -m pytest -m "not slow" $(if $(filter-out 0 1,$(JOBS)),-n $(JOBS) --dist loadgroup) $(ARGS)

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from kernels.expert_rows.op import sum_places
 from kernels.precision import accumulation_dtype
 from kernels.row_blocks import row_blocks
 
@@ -38,18 +39,42 @@ class _WeightedSum(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        rows, place, weights = ctx.saved_tensors
-        wide = accumulation_dtype(rows.dtype)
-        # Every row belongs to one pair of token and expert: plain assignment, no sum.
-        grad_rows = torch.empty_like(rows)
-        grad_weights = torch.empty_like(weights)
-        for block in row_blocks(*grad.shape):
-            pull = grad[block].to(wide)
-            for k in range(place.shape[1]):
-                at = place[block, k]
-                grad_rows[at] = (pull * weights[block, k, None].to(wide)).to(rows.dtype)
-                grad_weights[block, k] = (pull * rows[at].to(wide)).sum(1).to(weights.dtype)
-        return grad_rows, None, grad_weights
+        return _gradients(grad, *ctx.saved_tensors)
+
+
+class _RoundedSum(torch.autograd.Function):
+    """One pass over all rows on a GPU; elsewhere a block of tokens at a time."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: torch.Tensor, place: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.save_for_backward(rows, place, weights)
+        out = rows.new_empty(place.shape[0], rows.shape[1])
+        sum_places(rows, place, weights, out, rounded=True)
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return _gradients(grad, *ctx.saved_tensors)
+
+
+def _gradients(
+    grad: torch.Tensor, rows: torch.Tensor, place: torch.Tensor, weights: torch.Tensor
+) -> tuple[torch.Tensor, None, torch.Tensor]:
+    """Of the rows and of the weights; rounding products has no gradient of its own."""
+    wide = accumulation_dtype(rows.dtype)
+    # Every row belongs to one pair of token and expert: plain assignment, no sum.
+    grad_rows = torch.empty_like(rows)
+    grad_weights = torch.empty_like(weights)
+    for block in row_blocks(*grad.shape):
+        pull = grad[block].to(wide)
+        for k in range(place.shape[1]):
+            at = place[block, k]
+            grad_rows[at] = (pull * weights[block, k, None].to(wide)).to(rows.dtype)
+            grad_weights[block, k] = (pull * rows[at].to(wide)).sum(1).to(weights.dtype)
+    return grad_rows, None, grad_weights
 
 
 def weighted_sum(rows: torch.Tensor, place: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -67,3 +92,12 @@ def weighted_sum(rows: torch.Tensor, place: torch.Tensor, weights: torch.Tensor)
         (T, D) in the dtype of ``rows``.
     """
     return _WeightedSum.apply(rows, place, weights)
+
+
+def rounded_sum(rows: torch.Tensor, place: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """``weighted_sum`` of products that are rounded to the dtype of ``rows`` before they are added.
+
+    They are added in the order of ``place``, in full precision, and the sum is rounded once. Takes,
+    returns and keeps for backward what ``weighted_sum`` does.
+    """
+    return _RoundedSum.apply(rows, place, weights)

@@ -72,3 +72,19 @@ def linear_accumulate(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         (T, out) in ``accumulation_dtype``.
     """
     return _LinearAccumulate.apply(x, weight)
+
+
+def add_bmm_(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """``total += a @ b`` per batch, the products accumulated in ``total``'s precision.
+
+    Args:
+        total: (n, i, j) in ``accumulation_dtype``, changed in place.
+        a: (n, i, k).
+        b: (n, k, j), the same dtype.
+    """
+    if a.dtype == total.dtype:
+        total.baddbmm_(a, b)
+    elif a.is_cuda:
+        total += torch.bmm(a, b, out_dtype=total.dtype)
+    else:
+        total.baddbmm_(a.to(total.dtype), b.to(total.dtype))

@@ -49,7 +49,7 @@ def small_overrides(corpus: Path) -> list[str]:
         "lr_scheduler.total_steps=6",
         "lr_scheduler.warmup_steps=1",
         "components.chunked_loss.num_chunks=4",
-        # For GLM-5.3-Flash alone.
+        # Tests that want it say so.
         "components.precision_trimming.enabled=false",
         "validation.enabled=false",
         "checkpoint.interval=100",

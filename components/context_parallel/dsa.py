@@ -18,15 +18,15 @@ from components.context_parallel.share import Share
 from components.models.glm_flash.indexer import Indexer, IndexerInputs
 from components.models.glm_flash.mla import SparseMLA
 from components.recompute.tape import choice
+from kernels.dsa.plain import attend, attend_backward
 from kernels.dsa.pooling import find_pools
-from kernels.dsa.sparse_mla import attend, attend_backward
 
 
 def dsa_gathered(module: SparseMLA, x: torch.Tensor, share: Share) -> torch.Tensor:
     """``module`` on this rank's tokens; the same pools and outputs as by one process.
 
     Each parameter's gradient is this rank's share. The attention is the plain one of
-    ``kernels.dsa.sparse_mla``.
+    ``kernels.dsa.plain``.
 
     Args:
         x: (n, D), the mixer's input.

@@ -60,11 +60,12 @@ class ModelSettings(ABC):
             ValueError: ``check`` found problems; the message lists all of them.
         """
 
-    def choose_kernels(self, device: str) -> KernelChoice:
+    def choose_kernels(self, device: str, itemsize: int = 2) -> KernelChoice:
         """Decide what computes the parts of this model that have several implementations.
 
         Args:
             device: "cpu" or "cuda".
+            itemsize: bytes of a number in the dtype that layers compute in.
 
         Raises:
             ValueError: what the settings ask for cannot train on this device; the message is

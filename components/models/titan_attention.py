@@ -27,7 +27,7 @@ class TitanAttentionSettings(ModelSettings):
         """The attention that torchtitan's layers are configured with before kernels are chosen."""
         return "varlen" if self.attention == "varlen" else "flex"
 
-    def choose_kernels(self, device: str) -> KernelChoice:
+    def choose_kernels(self, device: str, itemsize: int = 2) -> KernelChoice:
         """See ``ModelSettings.choose_kernels``."""
         backend = resolve_attention(self.attention, device)
         because = f" (auto on {device})" if self.attention == "auto" else ""

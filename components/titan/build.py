@@ -16,6 +16,7 @@ from torchtitan.components.validate import Validator
 from components.core.base import Component
 from components.core.recipe import Recipe
 from components.core.registry import enabled_components
+from components.core.sizes import compute_itemsize
 from components.titan import dispatch
 from components.titan.expert_load import ExpertLoad
 from components.titan.plan import ParallelizeFn, RunPlan
@@ -80,7 +81,7 @@ def prepare(recipe: Recipe, run_dir: Path, device: str, world_size: int) -> Run:
     """
     # Components may edit what they are given; the recipe on record must stay what the user wrote.
     recipe = copy.deepcopy(recipe)
-    kernels = recipe.model.choose_kernels(device)
+    kernels = recipe.model.choose_kernels(device, compute_itemsize(recipe))
     config = _stock_config(recipe, run_dir)
     plan = RunPlan(recipe, config, device, world_size)
     for factory in kernels.overrides:

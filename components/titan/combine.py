@@ -1,16 +1,24 @@
 """What a token dispatcher does with experts' outputs once they are back where the tokens are."""
 
 import torch
-from torchtitan.models.common.token_dispatcher import (
-    AllToAllTokenDispatcher,
-    LocalDispatchMetadata,
-    LocalTokenDispatcher,
-)
+from torchtitan.config import derive
+from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher, LocalTokenDispatcher
 
-from components.titan.moe import UnroundedDispatcher
+from components.titan.moe import RoundedDispatcher, UnroundedDispatcher
+from components.titan.parts import module_class
 from kernels.expert_rows.op import sum_places
 
-_ROUNDED = (AllToAllTokenDispatcher.combine, LocalTokenDispatcher.combine)
+_STOCK = (AllToAllTokenDispatcher.combine, LocalTokenDispatcher.combine)
+
+
+def keep_outputs(config: LocalTokenDispatcher.Config) -> RoundedDispatcher.Config:
+    """The config of a dispatcher of torchtitan's, with sums that keep no float32 copy.
+
+    Raises:
+        ValueError: the dispatcher combines in a way of its own.
+    """
+    _refuse_other(module_class(config))
+    return derive(config, RoundedDispatcher.Config)
 
 
 def combine_at_home(
@@ -24,7 +32,7 @@ def combine_at_home(
 
     Outputs are weighed in float32, and rounded then or once summed; either way the gradients of an
     output, and of its weight, are their products with the gradient of the token. On a GPU in one
-    pass: torchtitan's sum would sort an index of every number there.
+    pass.
 
     Args:
         rows: outputs of experts, (T k, D), any order.
@@ -35,20 +43,20 @@ def combine_at_home(
     Raises:
         ValueError: the dispatcher combines in a way of its own.
     """
-    once = isinstance(dispatcher, UnroundedDispatcher)
-    if not once and type(dispatcher).combine not in _ROUNDED:
-        raise ValueError(
-            f"the token dispatcher is a {type(dispatcher).__name__}, which combines rows in a way "
-            "of its own; legal: torchtitan's standard dispatcher, or UnroundedDispatcher"
-        )
-    if rows.is_cuda:
-        sum_places(rows, place, weights, out, rounded=not once)
-    elif isinstance(dispatcher, UnroundedDispatcher):
-        out.copy_(dispatcher.kernel(rows, place, weights))
+    if not isinstance(dispatcher, UnroundedDispatcher):
+        _refuse_other(type(dispatcher))
+        sum_places(rows, place, weights, out, rounded=True)
+    elif rows.is_cuda:
+        sum_places(rows, place, weights, out)
     else:
-        token = torch.arange(len(place), device=place.device).repeat_interleave(place.shape[1])
-        metadata = LocalDispatchMetadata(
-            token_indices_experts_sorted_N=token, topk_scores_experts_sorted_N=weights.flatten()
-        )
-        picked = rows[place.flatten()]
-        out.copy_(LocalTokenDispatcher.combine(dispatcher, picked, metadata, out))
+        out.copy_(dispatcher.kernel(rows, place, weights))
+
+
+def _refuse_other(dispatcher: type[LocalTokenDispatcher]) -> None:
+    """Raises: ValueError, if it does not weigh and sum as torchtitan's standard one does."""
+    if issubclass(dispatcher, RoundedDispatcher) or dispatcher.combine in _STOCK:
+        return
+    raise ValueError(
+        f"the token dispatcher is a {dispatcher.__name__}, which combines rows in a way of its "
+        "own; legal: torchtitan's standard dispatcher, or UnroundedDispatcher"
+    )

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor, wait_tensor
 from torchtitan.distributed.spmd_types import current_spmd_mesh, maybe_set_sparse_mesh
 from torchtitan.models.common.moe import MoE, TokenChoiceTopKRouter
 from torchtitan.models.common.token_dispatcher import (
@@ -13,20 +14,21 @@ from torchtitan.models.common.token_dispatcher import (
     LocalDispatchMetadata,
 )
 
-from kernels.combine import weighted_sum_reference
+from kernels.combine import rounded_sum, weighted_sum_reference
 
 
-class UnroundedDispatcher(AllToAllTokenDispatcher):
-    """torchtitan's dispatcher, summing a token's experts in float32 and rounding once.
+class SummingDispatcher(AllToAllTokenDispatcher):
+    """torchtitan's dispatcher, with a function of its own that weighs and sums.
 
-    torchtitan rounds every weighted output, and every partial sum, to the tokens' dtype.
+    torchtitan's keeps a float32 copy of all outputs for backward, also where they are bfloat16, and
+    on a GPU sorts their places.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(AllToAllTokenDispatcher.Config):
         pass
 
-    kernel: ClassVar[Callable[..., torch.Tensor]] = staticmethod(weighted_sum_reference)
+    kernel: ClassVar[Callable[..., torch.Tensor]]
     """What sums: a function like ``kernels.combine.weighted_sum``."""
 
     def combine(
@@ -49,7 +51,32 @@ class UnroundedDispatcher(AllToAllTokenDispatcher):
             mesh = current_spmd_mesh() or self.ep_mesh
             assert mesh is not None
             splits = metadata.input_splits, metadata.output_splits
-            return self._combine_token_exchange(rows, mesh.get_group("ep"), *splits)
+            rows = self._combine_token_exchange(rows, mesh.get_group("ep"), *splits)
+        # A kernel reads memory: it does not wait for an exchange as torch's own operations do.
+        return wait_tensor(rows) if isinstance(rows, AsyncCollectiveTensor) else rows
+
+
+class UnroundedDispatcher(SummingDispatcher):
+    """torchtitan's dispatcher, summing a token's experts in float32 and rounding once.
+
+    torchtitan rounds every weighted output to the tokens' dtype first.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(SummingDispatcher.Config):
+        pass
+
+    kernel: ClassVar[Callable[..., torch.Tensor]] = staticmethod(weighted_sum_reference)
+
+
+class RoundedDispatcher(SummingDispatcher):
+    """torchtitan's dispatcher, and its sums, keeping the outputs themselves for backward."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(SummingDispatcher.Config):
+        pass
+
+    kernel: ClassVar[Callable[..., torch.Tensor]] = staticmethod(rounded_sum)
 
 
 class BiasedMoE(MoE):

@@ -14,7 +14,7 @@ def dense_sparse_mla(
     size: int,
     scale: float,
 ) -> torch.Tensor:
-    """As ``kernels.dsa.sparse_mla.sparse_mla``, with expanded keys and a (T, T) mask."""
+    """As ``kernels.dsa.plain.sparse_mla``, with expanded keys and a (T, T) mask."""
     tokens, heads, d_qk = q.shape
     expanded = (latent @ kv_b.t()).view(tokens, heads, -1)
     k, v = expanded[..., :d_qk], expanded[..., d_qk:]

@@ -56,8 +56,17 @@ def best_pools(scores: torch.Tensor, allowed: torch.Tensor, count: int) -> torch
     return above | (ties & (ties.cumsum(1) <= missing))
 
 
-def _compact(chosen: torch.Tensor, first_column: torch.Tensor, width: int) -> torch.Tensor:
-    """Chosen columns as ascending numbers counted from ``first_column``, -1 after the last."""
+def compact(chosen: torch.Tensor, first_column: torch.Tensor, width: int) -> torch.Tensor:
+    """Chosen columns as ascending numbers counted from ``first_column``, -1 after the last.
+
+    Args:
+        chosen: bool (Q, P), at most ``width`` in a row.
+        first_column: integers (Q,).
+        width: columns of the result.
+
+    Returns:
+        int32 (Q, width).
+    """
     rank = chosen.cumsum(1) - 1
     columns = torch.arange(chosen.shape[1], device=chosen.device) - first_column.unsqueeze(1)
     ids = chosen.new_full((chosen.shape[0], width + 1), -1, dtype=torch.int32)
@@ -73,6 +82,12 @@ class Window(NamedTuple):
     q1: int
     p0: int
     p1: int
+
+
+def bytes_per_pair(heads: int) -> int:
+    """Memory of ``select_pools`` per query and pool: the heads' products; ranks and counts of the
+    selection, up to 24 bytes."""
+    return 4 * heads + 24
 
 
 def windows(
@@ -152,9 +167,8 @@ def select_pools(
     if width == 0:
         return chosen
     keys = keys.to(accumulation_dtype(keys.dtype))
-    # Beside the heads' products: ranks and counts of the selection, up to 24 bytes per pair.
-    bytes_per_pair = 4 * queries.shape[1] + 24
-    for q0, q1, p0, p1 in windows(lengths, size, bytes_per_pair, begin, begin + len(queries)):
+    per_pair = bytes_per_pair(queries.shape[1])
+    for q0, q1, p0, p1 in windows(lengths, size, per_pair, begin, begin + len(queries)):
         if p1 == p0:
             continue
         rows = slice(q0 - begin, q1 - begin)
@@ -163,5 +177,5 @@ def select_pools(
         column = torch.arange(p1 - p0, device=queries.device)
         allowed = (column >= first.unsqueeze(1)) & (column < open_until.unsqueeze(1))
         scores = pool_scores(queries[rows], weights[rows], keys[p0:p1], scale)
-        chosen[rows] = _compact(best_pools(scores, allowed, count), first, width)
+        chosen[rows] = compact(best_pools(scores, allowed, count), first, width)
     return chosen

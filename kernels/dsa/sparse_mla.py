@@ -1,7 +1,21 @@
-"""Sparse multi-head latent attention without positions: the exact, memory-bounded plain form.
+"""Sparse latent attention around a kernel for the absorbed form: a torch operation with gradients.
 
-Internally float32 (float64 for float64 inputs). DeepSeek-V3.2 (arXiv 2512.02556, section 2.1)
-defines it over single tokens; here they come in pools.
+A few queries at a time are mapped into the latent ("absorbed"), attend there, and their outputs are
+mapped back (DeepSeek-V2, arXiv 2405.04434, section 2.1). The maps are grouped matrix products in
+the tensors' own dtype; a kernel (``kernels.backends.ops.SparseMlaKernels``) does the rest.
+
+What is kept for backward, per token at 64 heads, r = 512, d = 256, bfloat16:
+
+* q 32 KiB, latent 1 KiB and pools 2 KiB, the inputs. Nothing else by default.
+* Absorbed queries, 64 KiB, are made again: 2 heads d r = 17 MFLOP, about 3 ms per 128K tokens.
+* Latent outputs, 64 KiB, are made again by the forward kernel. The gradient of the values' map
+  needs them (sum over queries of grad_out^T latent_out), and they cannot be had from the output,
+  which is half as wide. Their inner products with their gradients, which softmax's backward asks
+  for, are equal in both spaces, but come for free once the latent outputs are there.
+* LSE, 256 B, comes out of the same run of the forward kernel, so keeping it would spare nothing.
+
+``keep`` keeps latent outputs and LSE: for callers whose graph is gone after a few thousand tokens,
+where the forward kernel would otherwise run a third time.
 """
 
 from collections.abc import Iterator
@@ -9,96 +23,20 @@ from typing import Any
 
 import torch
 
-from kernels.dsa import absorbed
-from kernels.dsa.absorbed import Selected, split_maps
-from kernels.precision import accumulation_dtype
+from kernels.backends.ops import SPARSE_MLA, SparseMlaKernels
+from kernels.precision import accumulation_dtype, add_bmm_
+
+CHUNK_BYTES = 2**30
+"""Default memory of the queries that are computed together: 4,096 of them in backward, 8,192 in
+forward, at 64 heads, r = 512, bfloat16."""
+
+_IN_FORWARD = 2  # absorbed queries, latent outputs
+_IN_BACKWARD = 4  # and the gradients of both
 
 
-class _SparseMla(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: torch.Tensor,
-        latent: torch.Tensor,
-        kv_b: torch.Tensor,
-        pools: torch.Tensor,
-        position: torch.Tensor,
-        start: torch.Tensor,
-        size: int,
-        scale: float,
-    ) -> torch.Tensor:
-        ctx.save_for_backward(q, latent, kv_b, pools, position, start)
-        ctx.size, ctx.scale = size, scale
-        return attend(q, latent, kv_b, pools, position, start, size=size, scale=scale)
-
-    @staticmethod
-    def backward(ctx: Any, grad_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        # Once: a recomputed layer gives them out once.
-        tensors = ctx.saved_tensors
-        grad_q, grad_latent, grad_kv_b = attend_backward(
-            grad_out, *tensors, size=ctx.size, scale=ctx.scale
-        )
-        return grad_q, grad_latent.to(tensors[1].dtype), grad_kv_b, *(None,) * 5
-
-
-def attend(
-    q: torch.Tensor,
-    latent: torch.Tensor,
-    kv_b: torch.Tensor,
-    pools: torch.Tensor,
-    position: torch.Tensor,
-    start: torch.Tensor,
-    *,
-    size: int,
-    scale: float,
-) -> torch.Tensor:
-    """``sparse_mla`` without a graph. Queries may be fewer than the tokens of ``latent``."""
-    w_key, w_value = split_maps(kv_b, *q.shape[1:])
-    wide = latent.to(accumulation_dtype(latent.dtype))
-    out = q.new_empty(*q.shape[:2], w_value.shape[1])
-    for rows, chunk in _chunks(q, wide, w_key, pools, position, start, size, scale):
-        mixed = torch.einsum("qhk,qkr->qhr", chunk.probabilities, chunk.keys)
-        out[rows] = torch.einsum("qhr,hvr->qhv", mixed, w_value).to(out.dtype)
-    return out
-
-
-def attend_backward(
-    grad_out: torch.Tensor,
-    q: torch.Tensor,
-    latent: torch.Tensor,
-    kv_b: torch.Tensor,
-    pools: torch.Tensor,
-    position: torch.Tensor,
-    start: torch.Tensor,
-    *,
-    size: int,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of ``attend``'s q, latent and kv_b, given its result's.
-
-    That of the latent is not rounded: it is float32 (float64 for float64), for sums over ranks.
-    """
-    w_key, w_value = split_maps(kv_b, *q.shape[1:])
-    wide = latent.to(accumulation_dtype(latent.dtype))
-    grad_q = torch.empty_like(q)
-    grad_latent = torch.zeros_like(wide)
-    grad_w_key, grad_w_value = torch.zeros_like(w_key), torch.zeros_like(w_value)
-    for rows, c in _chunks(q, wide, w_key, pools, position, start, size, scale):
-        grad = grad_out[rows].to(wide.dtype)
-        mixed = torch.einsum("qhk,qkr->qhr", c.probabilities, c.keys)
-        grad_w_value += torch.einsum("qhv,qhr->hvr", grad, mixed)
-        grad_mixed = torch.einsum("qhv,hvr->qhr", grad, w_value)
-        grad_p = torch.einsum("qhr,qkr->qhk", grad_mixed, c.keys)
-        inner = (grad_mixed * mixed).sum(-1, keepdim=True)
-        grad_logits = c.probabilities * (grad_p - inner) * scale
-        grad_absorbed = torch.einsum("qhk,qkr->qhr", grad_logits, c.keys)
-        grad_q[rows] = torch.einsum("qhr,hdr->qhd", grad_absorbed, w_key).to(q.dtype)
-        grad_w_key += torch.einsum("qhd,qhr->hdr", c.q, grad_absorbed)
-        grad_keys = torch.einsum("qhk,qhr->qkr", c.probabilities, grad_mixed)
-        grad_keys += torch.einsum("qhk,qhr->qkr", grad_logits, c.absorbed)
-        grad_latent.index_add_(0, c.tokens.flatten(), grad_keys.flatten(0, 1))
-    grad_kv_b = torch.cat([grad_w_key, grad_w_value], 1).flatten(0, 1).to(kv_b.dtype)
-    return grad_q, grad_latent, grad_kv_b
+def queries_at_once(q: torch.Tensor, rank: int, tensors: int, chunk_bytes: int) -> int:
+    """How many queries fit ``chunk_bytes`` with that many tensors in the latent; at least one."""
+    return max(1, chunk_bytes // (tensors * q.shape[1] * rank * q.element_size()))
 
 
 def sparse_mla(
@@ -111,42 +49,235 @@ def sparse_mla(
     *,
     size: int,
     scale: float,
+    backend: str,
+    chunk_bytes: int = CHUNK_BYTES,
+    keep: bool = False,
 ) -> torch.Tensor:
-    """Attention of each query over the tokens of its chosen pools and its tail.
+    """See ``kernels.dsa.plain.sparse_mla``: the same function, rounded where the kernel rounds.
 
-    Keeps its inputs for backward and computes the rest again. Working memory: one chunk of queries,
-    about 256 MiB, whatever T is, and ``latent`` in float32.
+    ``latent`` may have a wider dtype than q; it is rounded once, and its gradient is not. Gradients
+    of ``latent`` and ``kv_b`` are summed in float32. Working memory: ``chunk_bytes``, a copy of the
+    latents in q's dtype, and in backward the gradients of latents and maps in float32.
 
     Args:
-        q: (T, heads, d_qk).
-        latent: (T, r), the normalised latent that keys and values are maps of.
-        kv_b: (heads * (d_qk + d_v), r); per head first the rows of the key, then of the value.
-        pools: int32 (T, n), from ``kernels.dsa.select.select_pools``.
-        position: int64 (T,), distance from the start of the document.
-        start: int64 (T,), flat index of the document's first token.
-        size: tokens per pool.
-        scale: factor on the logits.
+        backend: one of ``SPARSE_MLA.backends`` that follows ``SparseMlaKernels``.
+        chunk_bytes: for the queries that are computed together.
+        keep: keep latent outputs and LSE for backward.
 
-    Returns:
-        (T, heads, d_v) in the dtype of ``q``.
+    Raises:
+        RuntimeError: the kernel failed to import, compile or launch.
     """
-    return _SparseMla.apply(q, latent, kv_b, pools, position, start, size, scale)
+    keep = keep and torch.is_grad_enabled()
+    arguments = q, latent, kv_b, pools, position, start
+    return _forward(*arguments, size, scale, backend, chunk_bytes, keep)[0]
 
 
-def _chunks(
+class _Maps:
+    """Both halves of ``kv_b``, per head, in q's dtype: keys (heads, d_qk, r), values
+    (heads, d_v, r)."""
+
+    def __init__(self, kv_b: torch.Tensor, q: torch.Tensor) -> None:
+        per_head = kv_b.to(q.dtype).view(q.shape[1], -1, kv_b.shape[1])
+        self.key, self.value = per_head[:, : q.shape[2]], per_head[:, q.shape[2] :]
+
+
+def _by_heads(rows: torch.Tensor, maps: torch.Tensor) -> torch.Tensor:
+    """(Q, heads, a) and (heads, a, b) -> (Q, heads, b), contiguous as kernels want it."""
+    out = rows.new_empty(*rows.shape[:2], maps.shape[2])
+    torch.bmm(rows.transpose(0, 1), maps, out=out.transpose(0, 1))
+    return out
+
+
+def _rows(count: int, step: int) -> Iterator[slice]:
+    for begin in range(0, count, step):
+        yield slice(begin, min(begin + step, count))
+
+
+@torch.library.custom_op("kernels::sparse_mla", mutates_args=())
+def _forward(
     q: torch.Tensor,
     latent: torch.Tensor,
-    w_key: torch.Tensor,
+    kv_b: torch.Tensor,
     pools: torch.Tensor,
     position: torch.Tensor,
     start: torch.Tensor,
     size: int,
     scale: float,
-) -> Iterator[tuple[slice, Selected]]:
-    """Walk through the queries, a slice and what it selected at a time."""
-    slots = pools.shape[1] * size + size - 1
-    step = absorbed.queries_at_once(slots, latent.shape[1], q.shape[1], latent.element_size())
-    for begin in range(0, q.shape[0], step):
-        rows = slice(begin, begin + step)
+    backend: str,
+    chunk_bytes: int,
+    keep: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Output; latent outputs and LSE, or empty tensors."""
+    return run_forward(
+        q, latent, kv_b, pools, position, start, size, scale, backend, chunk_bytes, keep
+    )
+
+
+def run_forward(
+    q: torch.Tensor,
+    latent: torch.Tensor,
+    kv_b: torch.Tensor,
+    pools: torch.Tensor,
+    position: torch.Tensor,
+    start: torch.Tensor,
+    size: int,
+    scale: float,
+    backend: str,
+    chunk_bytes: int,
+    keep: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The operation's forward, on any device that the kernel runs on."""
+    kernels, maps, low = _kernels(backend), _Maps(kv_b, q), latent.to(q.dtype)
+    attend = SPARSE_MLA.guard(backend, kernels.forward)
+    out, mixed, lse = _outputs(q, latent, kv_b, keep)
+    for rows in _rows(len(q), queries_at_once(q, latent.shape[1], _IN_FORWARD, chunk_bytes)):
         of_rows = pools[rows], position[rows], start[rows]
-        yield rows, Selected(q[rows], latent, w_key, *of_rows, size, scale)
+        absorbed = _by_heads(q[rows], maps.key)
+        some, some_lse = attend(absorbed, low, *of_rows, size=size, scale=scale)
+        torch.bmm(some.transpose(0, 1), maps.value.mT, out=out[rows].transpose(0, 1))
+        if keep:
+            mixed[rows], lse[rows] = some, some_lse
+        # Or they would live on beside the next chunk's.
+        del absorbed, some, some_lse
+    return out, mixed, lse
+
+
+def _outputs(
+    q: torch.Tensor, latent: torch.Tensor, kv_b: torch.Tensor, keep: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    tokens, heads, d_qk = q.shape
+    kept = tokens if keep else 0
+    return (
+        q.new_empty(tokens, heads, kv_b.shape[0] // heads - d_qk),
+        q.new_empty(kept, heads, latent.shape[1]),
+        q.new_empty(kept, heads, dtype=accumulation_dtype(q.dtype)),
+    )
+
+
+@_forward.register_fake
+def _(
+    q: torch.Tensor,
+    latent: torch.Tensor,
+    kv_b: torch.Tensor,
+    pools: torch.Tensor,
+    position: torch.Tensor,
+    start: torch.Tensor,
+    size: int,
+    scale: float,
+    backend: str,
+    chunk_bytes: int,
+    keep: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return _outputs(q, latent, kv_b, keep)
+
+
+@torch.library.custom_op("kernels::sparse_mla_backward", mutates_args=())
+def _backward(
+    grad_out: torch.Tensor,
+    q: torch.Tensor,
+    latent: torch.Tensor,
+    kv_b: torch.Tensor,
+    pools: torch.Tensor,
+    position: torch.Tensor,
+    start: torch.Tensor,
+    mixed: torch.Tensor,
+    lse: torch.Tensor,
+    size: int,
+    scale: float,
+    backend: str,
+    chunk_bytes: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of q, latent and kv_b, in their dtypes."""
+    return run_backward(
+        grad_out, q, latent, kv_b, pools, position, start, mixed, lse, size, scale, backend,
+        chunk_bytes,
+    )  # fmt: skip
+
+
+def run_backward(
+    grad_out: torch.Tensor,
+    q: torch.Tensor,
+    latent: torch.Tensor,
+    kv_b: torch.Tensor,
+    pools: torch.Tensor,
+    position: torch.Tensor,
+    start: torch.Tensor,
+    mixed: torch.Tensor,
+    lse: torch.Tensor,
+    size: int,
+    scale: float,
+    backend: str,
+    chunk_bytes: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The operation's backward; ``mixed`` and ``lse`` are empty if forward kept nothing."""
+    kernels, maps, low = _kernels(backend), _Maps(kv_b, q), latent.to(q.dtype)
+    forward = SPARSE_MLA.guard(backend, kernels.forward)
+    backward = SPARSE_MLA.guard(backend, kernels.backward)
+    wide, heads, d_qk = accumulation_dtype(q.dtype), *q.shape[1:]
+    grad_q = torch.empty_like(q, memory_format=torch.contiguous_format)
+    grad_latent = torch.zeros_like(low, dtype=wide)
+    grad_maps = q.new_zeros(heads, kv_b.shape[0] // heads, kv_b.shape[1], dtype=wide)
+    options: dict[str, Any] = {"size": size, "scale": scale}
+    exact_order = torch.are_deterministic_algorithms_enabled()
+    for rows in _rows(len(q), queries_at_once(q, latent.shape[1], _IN_BACKWARD, chunk_bytes)):
+        of_rows = pools[rows], position[rows], start[rows]
+        absorbed, grad = _by_heads(q[rows], maps.key), grad_out[rows]
+        if len(mixed):
+            some, some_lse = mixed[rows], lse[rows]
+        else:
+            some, some_lse = forward(absorbed, low, *of_rows, **options)
+        add_bmm_(grad_maps[:, d_qk:], grad.permute(1, 2, 0), some.transpose(0, 1))
+        grad_some = _by_heads(grad, maps.value)
+        grad_absorbed, _ = backward(
+            absorbed, low, *of_rows, some, some_lse, grad_some, grad_latent,
+            **options, deterministic=exact_order,
+        )  # fmt: skip
+        del absorbed, some, grad_some
+        add_bmm_(grad_maps[:, :d_qk], q[rows].permute(1, 2, 0), grad_absorbed.transpose(0, 1))
+        torch.bmm(grad_absorbed.transpose(0, 1), maps.key.mT, out=grad_q[rows].transpose(0, 1))
+        del grad_absorbed
+    # As new tensors, whatever the dtypes: an operation returns none that it was given.
+    return grad_q, grad_latent.to(latent.dtype), grad_maps.view(kv_b.shape).to(kv_b.dtype)
+
+
+@_backward.register_fake
+def _(
+    grad_out: torch.Tensor,
+    q: torch.Tensor,
+    latent: torch.Tensor,
+    kv_b: torch.Tensor,
+    pools: torch.Tensor,
+    position: torch.Tensor,
+    start: torch.Tensor,
+    mixed: torch.Tensor,
+    lse: torch.Tensor,
+    size: int,
+    scale: float,
+    backend: str,
+    chunk_bytes: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return torch.empty_like(q), torch.empty_like(latent), torch.empty_like(kv_b)
+
+
+def _kernels(backend: str) -> SparseMlaKernels:
+    return SPARSE_MLA.load(backend)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    *tensors, size, scale, backend, chunk_bytes, _ = inputs
+    _, mixed, lse = output
+    ctx.save_for_backward(*tensors, mixed, lse)
+    ctx.rest = size, scale, backend, chunk_bytes
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(
+    ctx: Any, grad_out: torch.Tensor | None, *of_kept: torch.Tensor | None
+) -> tuple[torch.Tensor | None, ...]:
+    if grad_out is None:
+        return (None,) * 11
+    grads = _backward(grad_out.contiguous(), *ctx.saved_tensors, *ctx.rest)
+    return *grads, *(None,) * 8
+
+
+_forward.register_autograd(_differentiate, setup_context=_setup)

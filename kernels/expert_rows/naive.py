@@ -72,7 +72,5 @@ def sum_places(
                 continue
             if weights is not None:
                 picked = picked * weights[block, k, None].to(wide)
-            total += picked.to(rows.dtype).to(wide) if rounded else picked
-            if rounded:
-                total = total.to(rows.dtype).to(wide)
+            total += picked.to(rows.dtype).to(wide)
         out[block] = total

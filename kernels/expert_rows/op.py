@@ -102,7 +102,7 @@ def sum_places(
         place: int64 (T, K), in [0, n).
         weights: (T, K), any float dtype; None: all 1.
         out: (T, D), the dtype of ``rows``.
-        rounded: to the dtype of ``rows`` after each product and each sum; else once, at the end.
+        rounded: each product is, to the dtype of ``rows``; sums are always, once, at the end.
     """
     if len(place):
         _kernels(rows).sum_places(rows, place, weights, out, rounded=rounded)

@@ -98,9 +98,8 @@ def _sum_kernel(  # type: ignore[no-untyped-def]
             if WEIGHED:
                 y = y * tl.load(weights + t * K + k).to(tl.float32)
             if ROUNDED:
-                total = (total + y.to(narrow).to(tl.float32)).to(narrow).to(tl.float32)
-            else:
-                total += y
+                y = y.to(narrow).to(tl.float32)
+            total += y
         tl.store(out + t * out_stride + at, total.to(narrow), mask=at < width)
 
 

@@ -8,6 +8,7 @@ import torch
 from kernels.fla_package import refuse_other_than, switch_off_flash_kda
 from kernels.kda.inputs import check_arguments, check_state
 from kernels.packed import bound_tensors
+from kernels.tuned import fla as tuned
 
 NARROWEST, WIDEST = 16, 256
 """Widths of q and k per head that the kernels' matrix products take."""
@@ -69,6 +70,7 @@ def kda_piece(
     refuse_other_than(q=q, k=k, v=v)
     check_width(q.shape[-1])
     switch_off_flash_kda()
+    tuned.use()
     calls = split_calls(lengths, state is not None, carries)
     whole, tokens = (q, k, v, raw_gate, beta), [sum(call) for call in calls]
     # A split of one part would cost a copy of every gradient.

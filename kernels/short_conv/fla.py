@@ -5,6 +5,7 @@ import torch
 from kernels.fla_package import refuse_other_than
 from kernels.packed import bound_tensors
 from kernels.short_conv.naive import check_arguments
+from kernels.tuned import fla as tuned
 
 
 def short_conv(
@@ -18,6 +19,7 @@ def short_conv(
     """
     check_arguments(x, weight, position, lengths)
     refuse_other_than(x=x)
+    tuned.use()
     from fla.modules.causal_conv1d import causal_conv1d
 
     device_bounds, host_bounds = bound_tensors(lengths, x.device)

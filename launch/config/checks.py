@@ -16,6 +16,7 @@ from components.core.base import Target
 from components.core.problems import Problem, RecipeError, divisors, nearest_multiples, shown
 from components.core.recipe import Recipe
 from components.core.registry import enabled_components
+from components.core.sizes import compute_itemsize
 from components.offload.accountant import gib
 from components.titan.build import prepare
 from components.titan.tokenizer import vocabulary_size
@@ -306,7 +307,7 @@ def _host_memory(recipe: Recipe, target: Target) -> Iterator[Problem]:
 def _device_rules(recipe: Recipe, device: str) -> list[Problem]:
     problems = []
     try:
-        recipe.model.choose_kernels(device)
+        recipe.model.choose_kernels(device, compute_itemsize(recipe))
     except ValueError as error:
         problems.append(_from_sentence(str(error)))
     if device == "cpu" and recipe.training.enable_cpu_offload:

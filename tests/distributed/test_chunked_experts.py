@@ -12,11 +12,14 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import init_device_mesh
 from torchtitan.distributed.spmd_types import set_spmd_meshes
+from torchtitan.models.common.moe import RoutedExperts
 
 from components.expert_dispatch.experts import ChunkedRoutedExperts, chunked_experts
 from components.expert_dispatch.partition import DisagreementError
 from components.recompute.layer import RecomputedLayer
+from components.titan.combine import keep_outputs
 from components.titan.dispatch import gloo
+from kernels.combine import rounded_sum
 from tests.distributed.spawn import run_ranks
 from tests.unit.experts_support import (
     EXPERTS,
@@ -63,20 +66,26 @@ CASES = {
 """By ranks: experts, membership, tokens of each rank (some fewer than chunks, or none), routing."""
 
 
-def on_ranks(family: str, membership: str, chunk_tokens: int = CHUNK) -> ChunkedRoutedExperts:
-    """This rank's share of the experts, with the same weights as ``build`` gives to one rank."""
+def on_ranks(
+    family: str, membership: str, chunk_tokens: int | None = CHUNK, trimmed: bool = False
+) -> RoutedExperts:
+    """This rank's share of the experts, with the same weights as ``build`` gives to one rank;
+    trimmed: summed without a float32 copy."""
     config = config_of(family)
+    if trimmed:
+        config.token_dispatcher = keep_outputs(config.token_dispatcher)
     config.token_dispatcher = gloo(config.token_dispatcher)
-    config = chunked_experts(
-        config, chunk_tokens=chunk_tokens, max_chunks=64, membership=membership
-    )
+    if chunk_tokens is not None:
+        config = chunked_experts(
+            config, chunk_tokens=chunk_tokens, max_chunks=64, membership=membership
+        )
     experts = build(config, DTYPES[family])
     for parameter in experts.parameters():
         parameter.data = parameter.data[mine()].clone()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("ep",))
     set_spmd_meshes(dense_mesh=mesh, sparse_mesh=mesh)
     experts.token_dispatcher.wire_meshes(ep_mesh=mesh)
-    assert isinstance(experts, ChunkedRoutedExperts)
+    assert isinstance(experts, ChunkedRoutedExperts) == (chunk_tokens is not None)
     return experts
 
 
@@ -115,7 +124,7 @@ def compare(family: str, membership: str, lengths: tuple[int, ...], draw: Callab
 class Recorded(nn.Module):
     """A layer that writes down how often it asks for the number of chunks."""
 
-    def __init__(self, experts: ChunkedRoutedExperts, *routing: torch.Tensor) -> None:
+    def __init__(self, experts: RoutedExperts, *routing: torch.Tensor) -> None:
         super().__init__()
         self.experts, self.routing = experts, routing
 
@@ -141,6 +150,28 @@ def compare_recomputed() -> None:
     module.agree = original
 
 
+def compare_combine() -> None:
+    """torchtitan's experts, their outputs summed without a float32 copy: the same bits, also where
+    a rank has no tokens; only sums over a row, for the weights, may be taken in another order."""
+    n = (20, 0, 3, 9)[dist.get_rank()]
+    given = rows(n, 3, torch.bfloat16), *routing(n, 3, duplicates=True)
+    summed: list[type] = []
+
+    def watched(outputs: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+        summed.append(type(outputs))
+        return rounded_sum(outputs, *others)
+
+    for chunk_tokens in (None, CHUNK):
+        both = [on_ranks("moe", "strided", chunk_tokens, trimmed) for trimmed in (False, True)]
+        both[1].token_dispatcher.kernel = watched
+        (expected, wanted), (out, found) = (gradients(experts, *given) for experts in both)
+        assert torch.equal(out, expected)
+        assert_close(found.pop("weights"), wanted["weights"], 1e-6, "weights")
+        assert all(torch.equal(gradient, wanted[name]) for name, gradient in found.items())
+    # Never a tensor that is still on its way.
+    assert summed and set(summed) == {torch.Tensor}
+
+
 def compare_refusal() -> None:
     """Ranks with different settings all learn who has which."""
     experts = on_ranks("glm", "strided", chunk_tokens=CHUNK + dist.get_rank() % 2)
@@ -155,6 +186,7 @@ def all_comparisons() -> None:
     for family, membership, lengths, name in CASES[dist.get_world_size()]:
         compare(family, membership, lengths, ROUTINGS[name])
     compare_recomputed()
+    compare_combine()
     compare_refusal()
     dist.destroy_process_group()
 

@@ -16,8 +16,7 @@ from tests.training import checkpoint_state, losses, small_overrides, train, wri
 pytestmark = pytest.mark.distributed
 
 GLM = ["model=glm_flash_tiny", "model.index_topk=16"]
-# The trimming that the base recipe may have on is of another model.
-MOE = ["model=moe_debug", "model.n_layers=4", "components.precision_trimming.enabled=false"]
+MOE = ["model=moe_debug", "model.n_layers=4"]
 EP = ["parallelism.expert_parallel_degree=2"]
 GATHERED = ["parallelism.fsdp_reshard_after_forward=never"]
 ON = "components.layer_recompute.enabled=true"

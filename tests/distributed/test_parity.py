@@ -32,6 +32,10 @@ PLANNED = [
 LAYOUTS = {
     "fsdp2": ["parallelism.expert_parallel_degree=1"],
     "fsdp2_ep2": ["parallelism.expert_parallel_degree=2"],
+    "fsdp2_ep2_trimmed": [
+        "parallelism.expert_parallel_degree=2",
+        "components.precision_trimming.enabled=true",
+    ],
     "replicate2": [
         "parallelism.data_parallel_replicate_degree=2",
         "parallelism.data_parallel_shard_degree=1",
@@ -60,7 +64,7 @@ LAYOUTS = {
         "components.llep.minimum_rows=1",
     ],
 }
-SLOW = [name for name in LAYOUTS if "chunks" in name]
+SLOW = [name for name in LAYOUTS if "chunks" in name or "trimmed" in name]
 
 
 def overrides(corpus: str, seed: str) -> list[str]:

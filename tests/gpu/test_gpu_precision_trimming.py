@@ -10,6 +10,7 @@ import pytest
 import torch
 import torchtitan.tools.utils
 from torch import nn
+from torchtitan.models.common.token_dispatcher import LocalDispatchMetadata, LocalTokenDispatcher
 
 from components.models.glm_flash.documents import Documents
 from components.models.glm_flash.fla_kernels import fla_kda, fla_short_conv
@@ -21,7 +22,7 @@ from components.models.glm_flash.short_conv import ShortConv
 from components.models.glm_flash.trimmed import SITES, trim
 from components.titan.moe import force_balance
 from kernels import row_blocks
-from kernels.combine import weighted_sum, weighted_sum_reference
+from kernels.combine import rounded_sum, weighted_sum, weighted_sum_reference
 from kernels.hyper_connections.mapping import project, project_reference
 from kernels.hyper_connections.merge import merge, merge_reference
 from kernels.hyper_connections.read import read, read_reference
@@ -54,6 +55,17 @@ def combined(sums: Callable, rows: torch.Tensor, weights: torch.Tensor) -> torch
     generator = torch.Generator(device="cuda").manual_seed(5)
     place = torch.randperm(len(rows), generator=generator, device="cuda").view(weights.shape)
     return sums(rows, place, weights)
+
+
+def stock_sum(rows: torch.Tensor, place: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """torchtitan's combine, which is given the token and the score of every row."""
+    route = place.flatten().argsort()
+    metadata = LocalDispatchMetadata(
+        token_indices_experts_sorted_N=route // place.shape[1],
+        topk_scores_experts_sorted_N=weights.flatten()[route],
+    )
+    config = LocalTokenDispatcher.Config(num_experts=64, top_k=place.shape[1])
+    return config.build().combine(rows, metadata, rows[: len(place)].detach())
 
 
 CASES: dict[str, tuple[Callable, Callable, Shapes, str]] = {
@@ -101,6 +113,12 @@ CASES: dict[str, tuple[Callable, Callable, Shapes, str]] = {
     "expert_combine": (
         partial(combined, weighted_sum),
         partial(combined, weighted_sum_reference),
+        lambda t: [(LOW, (t * CHOSEN, WIDTH)), (HIGH, (t, CHOSEN))],
+        ORDER,
+    ),
+    "expert_combine of torchtitan": (
+        partial(combined, rounded_sum),
+        partial(combined, stock_sum),
         lambda t: [(LOW, (t * CHOSEN, WIDTH)), (HIGH, (t, CHOSEN))],
         ORDER,
     ),

@@ -43,10 +43,10 @@ def test_sums_follow_the_order_of_places_and_round_where_asked(dtype: torch.dtyp
     assert torch.equal(out, weighted_sum(rows, place, torch.ones(4, 3)))
     sum_places(rows, place, weights, out, rounded=True)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    expected = torch.zeros(4, 5, dtype=dtype)
+    expected = torch.zeros(4, 5, dtype=wide)
     for k in range(3):
-        expected += (rows[place[:, k]].to(wide) * weights[:, k, None].to(wide)).to(dtype)
-    assert torch.equal(out, expected)
+        expected += (rows[place[:, k]].to(wide) * weights[:, k, None].to(wide)).to(dtype).to(wide)
+    assert torch.equal(out, expected.to(dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from components.models.glm_flash.documents import Documents
-from kernels.dsa import absorbed, select, sparse_mla
+from kernels.dsa import absorbed, plain, select
 from kernels.dsa.keys import selected_tokens
 from kernels.dsa.naive import dense_sparse_mla, token_mask
 from kernels.dsa.pooling import find_pools, pool_keys
@@ -139,7 +139,7 @@ def test_sparse_attention_and_every_gradient(lengths, budget, monkeypatch):
     chosen = random_choice(documents, lengths, size, 2)
     inputs = draw(total, 3, 6), draw(total, 5, seed=1), draw(3 * (6 + 7), 5, seed=2)
     results = []
-    for attend in (dense_sparse_mla, sparse_mla.sparse_mla):
+    for attend in (dense_sparse_mla, plain.sparse_mla):
         q, latent, kv_b = (x.clone().requires_grad_() for x in inputs)
         out = attend(
             q, latent, kv_b, chosen, documents.position, documents.start, size=size, scale=0.4
@@ -159,6 +159,6 @@ def test_half_precision_inputs_lose_nothing_inside():
     options = {"size": size, "scale": 0.35}
     place = (chosen, documents.position, documents.start)
     exact = dense_sparse_mla(*(x.double() for x in low), *place, **options)
-    found = sparse_mla.sparse_mla(*low, *place, **options)
+    found = plain.sparse_mla(*low, *place, **options)
     assert found.dtype == torch.bfloat16
     assert torch.equal(found, exact.bfloat16()) or (found - exact).abs().max() < 2**-8

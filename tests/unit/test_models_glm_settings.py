@@ -250,19 +250,32 @@ def test_tensor_ranks_are_refused_with_the_degrees_that_heads_divide_by(
     ]
 
 
+PLAIN: dict[str, Any] = {
+    "kda_kernel": "reference", "sparse_mla_kernel": "torch", "indexer_kernel": "torch",
+}  # fmt: skip
+
+
 def test_auto_takes_the_reference_on_a_cpu() -> None:
-    choice = tiny_glm().choose_kernels("cpu")
-    assert choice == KernelChoice(notes=("KDA kernel: reference (auto on cpu)",))
+    lacking = "its kernels run on CUDA only, and this run is on the cpu"
+    assert tiny_glm().choose_kernels("cpu") == KernelChoice(
+        notes=(
+            "KDA kernel: reference (auto on cpu)",
+            f"sparse_mla kernel: torch (auto on cpu; not tilelang: {lacking})",
+            f"indexer kernel: torch (auto on cpu; not triton: {lacking})",
+        )
+    )
     for device in ("cpu", "cuda"):
-        choice = tiny_glm(kda_kernel="reference").choose_kernels(device)
-        assert choice == KernelChoice(notes=("KDA kernel: reference",))
+        choice = tiny_glm(**PLAIN).choose_kernels(device)
+        assert choice == KernelChoice(
+            notes=("KDA kernel: reference", "sparse_mla kernel: torch", "indexer kernel: torch")
+        )
 
 
 @pytest.mark.parametrize(("wanted", "because"), [("auto", " (auto on cuda)"), ("fla", "")])
 def test_a_gpu_takes_fla_for_the_recurrence_and_the_convolution(wanted: Any, because: str) -> None:
-    choice = tiny_glm(kda_kernel=wanted).choose_kernels("cuda")
+    choice = tiny_glm(**{**PLAIN, "kda_kernel": wanted}).choose_kernels("cuda")
     assert [factory.__name__ for factory in choice.overrides] == ["fla_kda", "fla_short_conv"]
-    assert choice.notes == (f"KDA kernel: fla{because}",)
+    assert choice.notes[0] == f"KDA kernel: fla{because}"
 
 
 def test_fla_is_refused_on_a_cpu() -> None:
@@ -282,7 +295,7 @@ def test_a_missing_fla_is_an_error_and_not_a_slow_run(
     message = rf"model.kda_kernel: '{wanted}' needs the package fla-core on CUDA.*'reference'"
     with pytest.raises(ValueError, match=message):
         tiny_glm(kda_kernel=wanted).choose_kernels("cuda")
-    assert tiny_glm(kda_kernel="reference").choose_kernels("cuda").overrides == ()
+    assert tiny_glm(**PLAIN).choose_kernels("cuda").overrides == ()
 
 
 @pytest.mark.parametrize("width", [8, 288])

@@ -36,7 +36,8 @@ from launch.summary import memory_terms
 from tests.unit.kernel_support import draw
 from tests.unit.models_support import tiny_glm
 
-ON = "components.precision_trimming.enabled=true"
+SWITCH = "components.precision_trimming"
+ON = f"{SWITCH}.enabled=true"
 LOW, HIGH = "compute dtype", "float32"
 
 T, N, D, K = 50, 4, 32, 3
@@ -279,25 +280,19 @@ def problems(*overrides: str, recipe: str = "quickstart") -> list[str]:
     return [str(problem) for problem in component.check(loaded, Target("cpu", 1))]
 
 
-def test_models_without_sites_are_refused():
-    (found,) = problems(recipe="moe_debug_2rank")
-    assert "precision_trimming.enabled" in found and "glm_flash" in found
-
-
 def test_all_sites_off_is_refused():
     (found,) = problems(*(f"{site}=false" for site in SITES))
     assert "saves nothing" in found and "hyper_connections" in found
 
 
 def test_sites_of_experts_are_refused_without_experts():
-    found = problems("dense=true")
-    assert ["router" in found[0], "expert_combine" in found[1]] == [True, True]
-    assert problems("dense=true", "router=false", "expert_combine=false") == []
-    assert problems() == []
+    found = problems("dense=true", "router=true", "expert_combine=true", "swiglu=true")
+    assert len(found) == 2 and "router" in found[0] and "expert_combine" in found[1]
+    assert problems("dense=true") == problems() == []
 
 
 def test_a_switch_that_finds_nothing_is_an_error(tmp_path):
-    recipe = load_recipe(RECIPES / "quickstart.yaml", [ON]).recipe
+    recipe = load_recipe(RECIPES / "quickstart.yaml", [ON, f"{SWITCH}.router=true"]).recipe
     recipe.model.n_experts, recipe.model.n_dense_layers = None, recipe.model.n_layers
     with pytest.raises(ValueError, match=r"precision_trimming\.router replaces no part.*false"):
         prepare(recipe, tmp_path, "cpu", 1)

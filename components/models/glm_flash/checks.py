@@ -26,6 +26,9 @@ _ABOVE_ZERO = ("route_scale", "swiglu_limit", "hc_eps", "norm_eps", "init_std")
 
 # Kernels undo the decay of sixteen tokens: e^75 at -5, and float32 ends at e^88.
 _STRONGEST_DECAY = -5.0
+# Of a query in the latent, in backward: absorbed, attended, and the gradients of both.
+_TENSORS = 4
+_FLOAT32 = 4
 # A group is ranked by the sum of its best two scores.
 _SMALLEST_GROUP = 2
 
@@ -35,7 +38,7 @@ def check_model(model: "GlmFlashModel") -> list[Finding]:
     found = [*_ranges(model), *_positions(model)]
     if not found:
         # Divisibility is worth reading only once every number is in range.
-        found = [*_layers(model), *_indexer(model)]
+        found = [*_layers(model), *_indexer(model), *_chunk(model)]
         if model.n_experts is not None:
             found += [*_groups(model, model.n_experts), *_routing(model, model.n_experts)]
             found += uneven_expert_widths(model, ("dim", "expert_hidden_dim"))
@@ -148,6 +151,13 @@ def _indexer(model: "GlmFlashModel") -> Iterator[Finding]:
             f"nearest legal: {_nearest_divisors(pool, keys)}, or model.index_topk "
             f"{nearest_multiples(keys, pool)}",
         )
+
+
+def _chunk(model: "GlmFlashModel") -> Iterator[Finding]:
+    least = _TENSORS * model.n_heads * model.kv_lora_rank * _FLOAT32
+    if model.sparse_mla_chunk < least:
+        message = f"{model.sparse_mla_chunk} bytes do not hold one query; legal: {least} or more"
+        yield "model.sparse_mla_chunk", message
 
 
 def _groups(model: "GlmFlashModel", experts: int) -> Iterator[Finding]:

@@ -16,7 +16,7 @@ from torchtitan.protocols.module import Module
 from components.models.glm_flash.documents import Documents
 from components.recompute.tape import choice
 from kernels.dsa.pooling import Pools, pool_keys
-from kernels.dsa.select import select_pools
+from kernels.dsa.select import bytes_per_pair, select_pools, windows
 from kernels.precision import accumulation_dtype
 
 
@@ -37,6 +37,65 @@ class IndexerInputs:
     pools: Pools
 
 
+class PoolSelector(Module):
+    """Scores and chooses pools of every query. No parameters."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Module.Config):
+        topk: int
+        kpool: int
+        scale: float
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.config = config
+
+    @property
+    def count(self) -> int:
+        """Pools per query, at most."""
+        return self.config.topk // self.config.kpool
+
+    def blocks(
+        self, lengths: tuple[int, ...], begin: int, stop: int, heads: int
+    ) -> list[tuple[int, int]]:
+        """Cut queries where a cut changes nothing, not even the shape of a matrix product.
+
+        Args:
+            lengths: tokens of the documents.
+            begin, stop: tokens that ask, in the batch.
+            heads: scoring heads.
+
+        Returns:
+            First row and the one after the last, of each block, counted from ``begin``.
+        """
+        cuts = windows(lengths, self.config.kpool, bytes_per_pair(heads), begin, stop)
+        return [(cut.q0 - begin, cut.q1 - begin) for cut in cuts]
+
+    def forward(self, inputs: IndexerInputs, documents: Documents, begin: int) -> torch.Tensor:
+        """Choose pools.
+
+        Args:
+            inputs: queries and weights of consecutive tokens; all keys.
+            documents: as the queries see them (``Documents.rows``).
+            begin: the first query's token, in the batch.
+
+        Returns:
+            int32 (Q, n); see ``kernels.dsa.select.select_pools``.
+        """
+        return select_pools(
+            inputs.queries,
+            inputs.weights,
+            inputs.keys,
+            inputs.pools,
+            documents.position,
+            documents.lengths,
+            size=self.config.kpool,
+            count=self.count,
+            scale=self.config.scale,
+            begin=begin,
+        )
+
+
 class Indexer(Module):
     """Scores pools of ``kpool`` tokens and chooses ``topk / kpool`` of them for every query.
 
@@ -55,6 +114,7 @@ class Indexer(Module):
         wk: Linear.Config
         k_norm: LayerNorm.Config
         weights_proj: Linear.Config
+        selector: PoolSelector.Config
 
         @property
         def scale(self) -> float:
@@ -67,6 +127,7 @@ class Indexer(Module):
         self.wq_b, self.wk = config.wq_b.build(), config.wk.build()
         self.k_norm = config.k_norm.build()
         self.weights_proj = config.weights_proj.build()
+        self.selector = config.selector.build()
         self.compress_ape = nn.Parameter(torch.empty(config.kpool, config.head_dim))
         self.compress_gate = nn.Parameter(torch.empty(config.head_dim, config.dim))
 
@@ -109,16 +170,5 @@ class Indexer(Module):
         return pool_keys(self.k_norm(self.wk(x)), gates, self.compress_ape, pools.first)
 
     def choose(self, inputs: IndexerInputs, documents: Documents, begin: int = 0) -> torch.Tensor:
-        """See ``kernels.dsa.select.select_pools``; ``documents`` as the queries see them."""
-        return select_pools(
-            inputs.queries,
-            inputs.weights,
-            inputs.keys,
-            inputs.pools,
-            documents.position,
-            documents.lengths,
-            size=self.config.kpool,
-            count=self.config.topk // self.config.kpool,
-            scale=self.config.scale,
-            begin=begin,
-        )
+        """See ``PoolSelector.forward``."""
+        return self.selector(inputs, documents, begin)

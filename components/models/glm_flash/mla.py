@@ -14,7 +14,7 @@ from components.models.glm_flash.documents import Documents
 from components.models.glm_flash.indexer import Indexer
 from components.models.glm_flash.indexer_loss import IndexerLoss
 from components.recompute.tape import choice
-from kernels.dsa.sparse_mla import sparse_mla
+from kernels.dsa.plain import sparse_mla
 
 
 class SparseMlaCore(Module):
@@ -24,6 +24,8 @@ class SparseMlaCore(Module):
     class Config(Module.Config):
         kpool: int
         scale: float
+        chunk_bytes: int
+        """For the queries that a kernel or the dense baseline computes together."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -36,6 +38,8 @@ class SparseMlaCore(Module):
         kv_b: torch.Tensor,
         pools: torch.Tensor,
         documents: Documents,
+        *,
+        transient: bool = False,
     ) -> torch.Tensor:
         """Attend.
 
@@ -45,20 +49,29 @@ class SparseMlaCore(Module):
             kv_b: (heads * (head_dim + v_head_dim), kv_lora_rank).
             pools: int32 (T, n), the chosen pools.
             documents: of the T tokens.
+            transient: whether the graph is gone before much else is kept: then it may keep more, so
+                that less runs in backward.
 
         Returns:
             (T, heads, v_head_dim) in the dtype of ``q``.
         """
-        return sparse_mla(
-            q,
-            latent,
-            kv_b,
-            pools,
-            documents.position,
-            documents.start,
-            size=self.config.kpool,
-            scale=self.config.scale,
-        )
+        place = pools, documents.position, documents.start
+        return self.attend(q, latent, kv_b, *place, transient)
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        latent: torch.Tensor,
+        kv_b: torch.Tensor,
+        pools: torch.Tensor,
+        position: torch.Tensor,
+        start: torch.Tensor,
+        transient: bool,
+    ) -> torch.Tensor:
+        """See ``forward`` and ``kernels.dsa.plain.sparse_mla``."""
+        place = pools, position, start
+        size, scale = self.config.kpool, self.config.scale
+        return sparse_mla(q, latent, kv_b, *place, size=size, scale=scale)
 
 
 class SparseMLA(Module):

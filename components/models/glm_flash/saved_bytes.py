@@ -87,6 +87,7 @@ class Form:
         itemsize: bytes of a number in the compute dtype.
         trimmed: sites of ``components.precision_trimming`` that are on.
         fla: whether KDA runs in fla's kernels.
+        sparse_mla: what computes sparse attention; all keep the same.
         fused_norm: whether torch has a fused RMS norm on the device, as on CUDA: it keeps its input
             in its own dtype.
     """
@@ -94,6 +95,7 @@ class Form:
     itemsize: int
     trimmed: frozenset[str] = frozenset()
     fla: bool = False
+    sparse_mla: str = "torch"
     fused_norm: bool = False
 
     @property

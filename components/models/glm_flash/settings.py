@@ -6,19 +6,23 @@ from typing import TYPE_CHECKING, Literal
 
 from torchtitan.protocols.model_spec import ModelSpec
 
-from components.core.units import Tokens
+from components.core.units import Bytes, Tokens
 from components.models.glm_flash import checks, working_set
 from components.models.glm_flash.fla_kernels import fla_kda, fla_short_conv
+from components.models.glm_flash.sparse_kernels import choose_sparse_kernels
 from components.models.glm_flash.spec import build_glm_flash_spec
 from components.models.position import NoPosition, Position
 from components.models.settings import Finding, KernelChoice, ModelSettings
 from kernels.kda.fla import check_width
+from kernels.tuned import fla as tuned
 
 if TYPE_CHECKING:
     from components.core.recipe import Recipe
 
 Mixer = Literal["kda", "dsa"]
 KdaKernel = Literal["auto", "fla", "reference"]
+SparseMlaKernel = Literal["auto", "tilelang", "torch", "dense"]
+IndexerKernel = Literal["auto", "triton", "torch"]
 
 
 def _published_layers() -> list[Mixer]:
@@ -163,6 +167,22 @@ class GlmFlashModel(ModelSettings):
     CUDA only; "reference": plain torch, any device, slow; "auto": "fla" on CUDA, "reference"
     elsewhere."""
 
+    sparse_mla_kernel: SparseMlaKernel = "auto"
+    """What computes attention over the chosen pools. "tilelang": this project's kernels for Hopper
+    GPUs (sm_90); "torch": plain torch that gathers, any device, slow; "dense": masked dense
+    attention, quadratic in the length of a document, a baseline to measure against; "auto":
+    "tilelang" where it runs, else "torch", and the log says which and why."""
+
+    indexer_kernel: IndexerKernel = "auto"
+    """What scores and chooses pools. "triton": this project's kernels, for GPUs from sm_80 on;
+    "torch": plain torch, any device, slow; "auto": "triton" where it runs, else "torch", and the
+    log says which and why."""
+
+    sparse_mla_chunk: Bytes = 2**30
+    """Memory of the queries whose attention "tilelang" or "dense" computes together. With
+    "tilelang", 64 heads and kv_lora_rank 512, a GiB is 8,192 queries in forward and 4,096 in
+    backward."""
+
     @property
     def hidden_width(self) -> int:
         """See ``ModelSettings.hidden_width``: all residual streams."""
@@ -173,14 +193,22 @@ class GlmFlashModel(ModelSettings):
         self.refuse_problems()
         return build_glm_flash_spec(self)
 
-    def choose_kernels(self, device: str) -> KernelChoice:
+    def choose_kernels(self, device: str, itemsize: int = 2) -> KernelChoice:
         """See ``ModelSettings.choose_kernels``."""
+        kda, sparse = self._choose_kda(device), choose_sparse_kernels(self, device, itemsize)
+        return KernelChoice(
+            overrides=kda.overrides + sparse.overrides, notes=kda.notes + sparse.notes
+        )
+
+    def _choose_kda(self, device: str) -> KernelChoice:
         wanted, auto = self.kda_kernel, self.kda_kernel == "auto"
         kernel = ("fla" if device == "cuda" else "reference") if auto else wanted
         notes = (f"KDA kernel: {kernel}" + (f" (auto on {device})" if auto else ""),)
         if kernel == "reference":
             return KernelChoice(notes=notes)
         self._refuse_without_fla(device)
+        state = tuned.note()
+        notes = (f"{notes[0]}, {state}" if state else notes[0],)
         return KernelChoice(overrides=(fla_kda, fla_short_conv), notes=notes)
 
     def check(self) -> list[Finding]:

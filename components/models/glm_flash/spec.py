@@ -21,7 +21,7 @@ from components.models.glm_flash.experts import (
 )
 from components.models.glm_flash.hf.adapter import GlmFlashStateDictAdapter
 from components.models.glm_flash.hyper_connections import HyperConnection, MixAffine
-from components.models.glm_flash.indexer import Indexer
+from components.models.glm_flash.indexer import Indexer, PoolSelector
 from components.models.glm_flash.kda import KDA, KdaCore
 from components.models.glm_flash.mla import SparseMLA, SparseMlaCore
 from components.models.glm_flash.norms import CastFirstRMSNorm, GatedRMSNorm
@@ -152,7 +152,11 @@ def _mla(model: "GlmFlashModel") -> SparseMLA.Config:
         ),
         o_proj=_linear(model, heads * model.v_head_dim, model.dim),
         indexer=_indexer(model),
-        core=SparseMlaCore.Config(kpool=model.index_kpool, scale=model.qk_head_dim**-0.5),
+        core=SparseMlaCore.Config(
+            kpool=model.index_kpool,
+            scale=model.qk_head_dim**-0.5,
+            chunk_bytes=model.sparse_mla_chunk,
+        ),
     )
 
 
@@ -172,6 +176,9 @@ def _indexer(model: "GlmFlashModel") -> Indexer.Config:
             param_init={"weight": nn.init.ones_, "bias": nn.init.zeros_},
         ),
         weights_proj=_linear(model, model.dim, model.index_n_heads),
+        selector=PoolSelector.Config(
+            topk=model.index_topk, kpool=model.index_kpool, scale=width**-0.5
+        ),
         param_init={"compress_ape": nn.init.zeros_, "compress_gate": nn.init.ones_},
     )
 

@@ -16,8 +16,12 @@ temporary tensors per token while a part runs backward:
   tokens. fla holds 28Q + 7Qe + Qde/32 + 512H, from reading fla-core 0.6.0: G; w, u, qg, kg, v_new,
   dv twice; h and dh; dq, dk, dg twice and dg's sums in float32; dA twice. With its inputs, outputs
   and what it keeps that is 72.0 GiB for 64 heads and 131,072 tokens, where 72.3 were measured.
-* DSA: gradients of queries, outputs and latents; latents and their gradient in float32; two chunks
-  of queries (``kernels.dsa.absorbed``); the maps to keys and values and their gradients in float32.
+* DSA: gradients of queries, outputs and latents; latents and their gradient in float32; the maps to
+  keys and values and their gradients in float32; and by ``model.sparse_mla_kernel``: "torch", two
+  chunks of queries (``kernels.dsa.absorbed``); "tilelang", one of ``model.sparse_mla_chunk``, the
+  latents in the compute dtype and their gradient in float32, in a piece also latent outputs and
+  LSE, hre + 4h; "dense", one such chunk, and keys and values of all heads with their gradients,
+  h (d_q + d_v) (2e + 4).
 * SwiGLU: as many gradients as tensors were kept.
 * MoE: beyond what was kept, the most of: the shared experts' SwiGLU; gradients of outputs KDe; of
   activations KIe; and, with outputs, activations, gate and up gone again, gradients of gate and up
@@ -50,6 +54,7 @@ from components.models.glm_flash.saved_bytes import (
     moe_bytes_in_chunks,
     saved_bytes,
 )
+from components.models.glm_flash.sparse_kernels import choose_sparse_mla
 from kernels import row_blocks
 from kernels.dsa import absorbed
 from kernels.kda.chunked import SEGMENT
@@ -66,10 +71,15 @@ def form_of(model: "GlmFlashModel", recipe: "Recipe", device: str) -> Form:
     """How a recipe computes the model's layers on "cpu" or "cuda"."""
     trimming = recipe.components.precision_trimming
     sites = (field.name for field in fields(trimming) if field.name != "enabled")
-    wanted = frozenset(site for site in sites if trimming.enabled and getattr(trimming, site))
-    cuda = device == "cuda"
+    # A switch that is not set is on.
+    wanted = frozenset(s for s in sites if trimming.enabled and getattr(trimming, s) is not False)
+    cuda, itemsize = device == "cuda", compute_itemsize(recipe)
+    attention: str = model.sparse_mla_kernel
+    if attention == "auto":
+        attention = choose_sparse_mla(model, device, itemsize).backend
     return Form(
-        itemsize=compute_itemsize(recipe),
+        itemsize=itemsize,
+        sparse_mla=attention,
         trimmed=wanted,
         fla=model.kda_kernel == "fla" or (model.kda_kernel == "auto" and cuda),
         fused_norm=cuda,
@@ -138,7 +148,8 @@ class _Layer:
             return self._needed_by_cut_moe()
         of_piece = saved_bytes(self.model, self.index, self.piece, self.form)[part]
         gradients = 2 * self.tokens * self.model.dim * self.form.itemsize
-        latents = self._latents() if part == "attention" and not self.kda else 0
+        sparse = part == "attention" and not self.kda
+        latents = self._latents() + self._kept_by_kernel() if sparse else 0
         return of_piece + self._temporary(part, self.piece) + gradients + latents
 
     def _is_cut(self, part: str) -> bool:
@@ -205,7 +216,22 @@ class _Layer:
         queries, values = model.n_heads * model.qk_head_dim, model.n_heads * model.v_head_dim
         row = e * (queries + values + 2 * model.q_lora_rank + 2 * model.kv_lora_rank)
         maps = 4 * _FLOAT32 * (queries + values) * model.kv_lora_rank
-        return tokens * (row + 2 * _FLOAT32 * model.kv_lora_rank) + 2 * absorbed.CHUNK_BYTES + maps
+        chunks = {
+            "torch": 2 * absorbed.CHUNK_BYTES,
+            "dense": model.sparse_mla_chunk + self.tokens * (queries + values) * (2 * e + _FLOAT32),
+        }
+        latents = self.tokens * model.kv_lora_rank * (e + _FLOAT32)
+        kernel = model.sparse_mla_chunk + latents
+        chunk = chunks.get(self.form.sparse_mla, kernel)
+        return tokens * (row + 2 * _FLOAT32 * model.kv_lora_rank) + chunk + maps
+
+    def _kept_by_kernel(self) -> int:
+        """Latent outputs and LSE of a piece."""
+        if self.form.sparse_mla in ("torch", "dense"):
+            return 0
+        model = self.model
+        row = model.n_heads * (model.kv_lora_rank * self.form.itemsize + _FLOAT32)
+        return self.piece * row
 
     def _dense(self, tokens: int) -> int:
         return tokens * self.model.dense_hidden_dim * self.form.itemsize * self._of_swiglu()

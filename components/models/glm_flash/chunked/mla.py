@@ -72,7 +72,7 @@ class _SparseMlaPart(Part):
         query_latent, q = module.queries(x)
         if choice is None:
             choice = self._choose(piece, x, query_latent, shared[1], asking)
-        out = module.core(q, latent, module.kv_b_proj.weight, choice, asking)
+        out = module.core(q, latent, module.kv_b_proj.weight, choice, asking, transient=True)
         return Outcome(module.o_proj(out.flatten(1)), choice=choice)
 
     def _choose(

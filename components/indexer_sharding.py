@@ -1,0 +1,103 @@
+"""Share the scoring of pools among ranks that hold the same queries."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch.nn as nn
+from torchtitan.distributed import ParallelDims
+
+from components.core.base import Component, Target
+from components.core.problems import Problem
+from components.models.glm_flash.indexer import PoolSelector
+from components.models.glm_flash.settings import GlmFlashModel
+from components.models.glm_flash.sharded_selector import ShardedSelector
+from components.titan.plan import ParallelizeFn, RunPlan
+
+if TYPE_CHECKING:
+    from components.core.recipe import Recipe
+    from components.titan.trainer import RecipeTrainer
+
+_MESHES = {"tp": "tensor_parallel_degree", "cp": "context_parallel_degree"}
+"""Meshes whose ranks may hold the same queries, and the key of each one's size."""
+
+
+class IndexerSharding(Component):
+    """Ranks that hold the same queries each score some of them and exchange the chosen ids.
+
+    Scoring is the part of sparse attention that grows with the square of a document's length.
+    Ids are 4 bytes per pool and token: 268 MB per layer at 131,072 tokens and 512 pools. The choice
+    is that of one rank, to the bit, and is kept for backward, so ids travel once per step.
+    """
+
+    name = "indexer_sharding"
+    summary = "ranks with the same queries share the scoring of pools and exchange int32 ids"
+    source = "SkyRL, pull request 2179 (scores sharded by query rows); blocks dealt back and forth"
+    scalars = {
+        "indexer/received": "pool ids that this rank received per step, MiB",
+        "indexer/time_saved": "scoring time that sharing saved this rank per step, exchange "
+        "deducted, ms",
+    }
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Component.Config):
+        pass
+
+    config: Config
+
+    def check(self, recipe: "Recipe", target: Target) -> Iterator[Problem]:
+        model, parallel = recipe.model, recipe.parallelism
+        if not isinstance(model, GlmFlashModel) or "dsa" not in model.layer_types:
+            yield Problem(
+                f"{self.path}.enabled",
+                "true needs a model with sparse attention; this one has no indexer",
+                "use model=glm_flash, put a dsa layer into model.layer_types, or leave it out",
+            )
+        elif all(getattr(parallel, key) == 1 for key in _MESHES.values()):
+            keys = " and ".join(f"parallelism.{key}" for key in _MESHES.values())
+            yield Problem(
+                f"{self.path}.enabled",
+                f"true has no effect: no two ranks hold the same queries where {keys} are 1, and "
+                "this model is not split over such ranks yet",
+                f"{self.path}.enabled=false",
+            )
+
+    def apply(self, plan: RunPlan) -> None:
+        plan.swap(self.name, PoolSelector.Config, lambda c: ShardedSelector.Config(inner=c))
+        plan.wrap_parallelize(_connecting)
+
+    def before_step(self, trainer: "RecipeTrainer") -> None:
+        for selector in _selectors(trainer.model_parts):
+            selector.meter.reset()
+
+    def metrics(self, trainer: "RecipeTrainer") -> dict[str, float]:
+        meters = [selector.meter for selector in _selectors(trainer.model_parts)]
+        return {
+            "indexer/received": sum(meter.nbytes for meter in meters) / 2**20,
+            "indexer/time_saved": 1e3 * sum(meter.seconds_saved for meter in meters),
+        }
+
+
+def _connecting(parallelize: ParallelizeFn) -> ParallelizeFn:
+    def parallelize_and_connect(
+        model: nn.Module, *, parallel_dims: ParallelDims, **others: Any
+    ) -> nn.Module:
+        """Tell selectors their ranks, whatever wraps them afterwards."""
+        meshes = [parallel_dims.get_optional_mesh(name) for name in _MESHES]
+        groups = [mesh.get_group() for mesh in meshes if mesh is not None]
+        if len(groups) != 1:
+            raise ValueError(
+                f"components.indexer_sharding.enabled: true shares scoring over one mesh, and "
+                f"{len(groups)} of {', '.join(_MESHES)} are there; legal: one of "
+                f"{', '.join(f'parallelism.{key}' for key in _MESHES.values())} above 1"
+            )
+        for selector in _selectors([model]):
+            selector.group = groups[0]
+        return parallelize(model, parallel_dims=parallel_dims, **others)
+
+    return parallelize_and_connect
+
+
+def _selectors(parts: list[nn.Module]) -> list[ShardedSelector]:
+    modules = (module for part in parts for module in part.modules())
+    return [module for module in modules if isinstance(module, ShardedSelector)]

@@ -1,0 +1,1 @@
+"""Which of several implementations computes an operation, and why."""

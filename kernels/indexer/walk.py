@@ -1,0 +1,59 @@
+"""Score and choose window by window, on whatever writes the scores."""
+
+from typing import Protocol
+
+import torch
+
+from kernels.indexer import triton_topk
+from kernels.indexer.windows import Window, Workspace, workspaces
+
+
+class WriteScores(Protocol):
+    """``triton_scores.write_scores`` or ``gluon_scores.write_scores``."""
+
+    def __call__(
+        self,
+        queries: torch.Tensor,
+        weights: torch.Tensor,
+        keys: torch.Tensor,
+        first: torch.Tensor,
+        end: torch.Tensor,
+        space: Workspace,
+        window: Window,
+        scale: float,
+    ) -> None: ...
+
+
+def writer(device: torch.device) -> WriteScores:
+    """The kernel that suits a CUDA device."""
+    if torch.cuda.get_device_capability(device) == (9, 0):
+        from kernels.indexer import gluon_scores
+
+        return gluon_scores.write_scores
+    from kernels.indexer import triton_scores
+
+    return triton_scores.write_scores
+
+
+def select(
+    write_scores: WriteScores,
+    queries: torch.Tensor,
+    weights: torch.Tensor,
+    keys: torch.Tensor,
+    first: torch.Tensor,
+    end: torch.Tensor,
+    windows: tuple[Window, ...],
+    count: int,
+    scale: float,
+) -> torch.Tensor:
+    """See ``op.select``; the operands are contiguous."""
+    chosen = first.new_empty((len(queries), count))
+    with torch.cuda.device_of(queries):
+        for window, space in workspaces(windows, count, queries.device):
+            out = chosen[window.q0 : window.q1]
+            if window.width == 0:
+                out.fill_(-1)
+                continue
+            write_scores(queries, weights, keys, first, end, space, window, scale)
+            triton_topk.choose(space, first, end, window, out)
+    return chosen

@@ -1,0 +1,39 @@
+"""Which form of each kernel runs, per GPU architecture and shape: ``tuned.json``."""
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+from kernels.sparse_mla.shape import Shape
+
+PATH = Path(__file__).with_name("tuned.json")
+VARIANTS = {"forward": ("split", "simple"), "backward": ("split", "simple")}
+
+
+@functools.cache
+def _table() -> dict[str, dict[str, dict[str, dict[str, Any]]]]:
+    return json.loads(PATH.read_text())
+
+
+def choice(direction: str, shape: Shape, variant: str | None = None) -> tuple[str, dict[str, Any]]:
+    """The variant and the options of its ``build``.
+
+    Args:
+        direction: ``forward`` or ``backward``.
+        shape: what it is for.
+        variant: take this one instead of the first that takes the shape.
+
+    Raises:
+        ValueError: the variant is unknown or does not take the shape.
+    """
+    if variant not in (None, *VARIANTS[direction]):
+        raise ValueError(
+            f"sparse_mla: variant={variant!r} of the {direction}, legal are {VARIANTS[direction]}"
+        )
+    if variant == "split" and shape.tail:
+        raise ValueError(f"sparse_mla: tail={shape.tail}, the split {direction} takes 0 only")
+    listed = _table()["sm_90a"][direction]
+    if variant is None:
+        variant = "simple" if shape.tail else listed["preferred"]["variant"]
+    return variant, dict(listed[variant])

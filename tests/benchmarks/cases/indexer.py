@@ -1,0 +1,189 @@
+"""The indexer's scores and choice of pools, over all or a stated share of a document's queries.
+
+Shapes: queries [Q, H, D], weights [Q, H], keys [P, D], P = T / 4 pools of one document of T tokens;
+K pools are chosen. Where Q is below T, the queries are ``PARTS`` runs of consecutive tokens, one in
+the middle of each 1/``PARTS`` of the document: they see half of the pools on average, as all do.
+The figures are those of the Q queries, not scaled up.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from kernels.dsa import select as plain
+from kernels.dsa.pooling import Pools, find_pools
+from kernels.indexer import op
+from kernels.precision import mm_accumulate
+from tests.benchmarks.case import Case, Outputs, Runnable, Size, Stage, Variant
+from tests.benchmarks.machine import Floor, Machine, roofline
+from tests.benchmarks.probes import Device
+
+POOL = 4
+PARTS = 16
+SCALE = 0.125
+_GATE_QUERIES = 2048
+_PEER_BYTES = 2**31
+
+
+@dataclass(kw_only=True, slots=True)
+class Inputs:
+    """Arguments of ``select_pools`` for each run of queries; ``begins`` are their first tokens."""
+
+    queries: torch.Tensor
+    weights: torch.Tensor
+    keys: torch.Tensor
+    pools: Pools
+    begins: list[int]
+    run: int
+    lengths: tuple[int, ...]
+    count: int
+
+
+def runs(tokens: int, queries: int) -> tuple[list[int], int]:
+    """First tokens of the runs of queries, and queries in each of them."""
+    if queries == tokens:
+        return [0], tokens
+    run, stretch = queries // PARTS, tokens // PARTS
+    return [part * stretch + (stretch - run) // 2 for part in range(PARTS)], run
+
+
+def make_inputs(size: Size, device: Device, seed: int, stage: Stage) -> Inputs:
+    """Normal numbers; at the gate small integers, whose scores are exact and often tie.
+
+    The gate takes at most 2,048 queries, for it compares with a choice in float64.
+    """
+    t, q, h, d, k = (size.shape[key] for key in "TQHDK")
+    if stage == "gate":
+        q = min(q, _GATE_QUERIES)
+    begins, run = runs(t, q)
+    dtype = getattr(torch, size.dtype)
+    random = torch.Generator(device=device).manual_seed(seed)
+
+    def draw(*shape: int, of: torch.dtype = dtype) -> torch.Tensor:
+        if stage == "gate":
+            return torch.randint(-2, 3, shape, generator=random, device=device, dtype=of)
+        return torch.randn(*shape, generator=random, device=device, dtype=of)
+
+    return Inputs(
+        queries=draw(run * len(begins), h, d),
+        weights=draw(run * len(begins), h, of=torch.float32),
+        keys=draw(t // POOL, d),
+        pools=find_pools((t,), POOL, torch.device(device)),
+        begins=begins,
+        run=run,
+        lengths=(t,),
+        count=k,
+    )
+
+
+def _ids(inputs: Inputs, choose: Callable[..., torch.Tensor]) -> Outputs:
+    """Chosen pools [Q, K], run by run."""
+    device, found = inputs.keys.device, []
+    for part, begin in enumerate(inputs.begins):
+        rows = slice(part * inputs.run, (part + 1) * inputs.run)
+        position = torch.arange(begin, begin + inputs.run, device=device)
+        found.append(
+            choose(
+                inputs.queries[rows], inputs.weights[rows], inputs.keys, inputs.pools, position,
+                inputs.lengths, size=POOL, count=inputs.count, scale=SCALE, begin=begin,
+            )
+        )  # fmt: skip
+    return {"ids": torch.cat(found) if len(found) > 1 else found[0]}
+
+
+def reference(inputs: Inputs) -> Outputs:
+    """Chosen by scores in float64."""
+
+    def choose(queries: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, *args, **kwargs):
+        return plain.select_pools(
+            queries.double(), weights.double(), keys.double(), *args, **kwargs
+        ).double()
+
+    return _ids(inputs, choose)
+
+
+def tolerance(size: Size) -> dict[str, float]:
+    """None: at the gate every score is exact, so the choice has to be."""
+    return {}
+
+
+def floor(size: Size, machine: Machine) -> Floor:
+    """The products of each query with the pools it may choose; all operands moved once."""
+    t, q, h, d, k = (size.shape[key] for key in "TQHDK")
+    begins, run = runs(t, q)
+    pairs = sum((token + 1) // POOL for begin in begins for token in range(begin, begin + run))
+    width = getattr(torch, size.dtype).itemsize
+    return roofline(
+        machine,
+        dtype=size.dtype,
+        flops=2.0 * pairs * h * d,
+        flops_text=f"{q} of {t} queries: 2 x {pairs} open pairs x {h} heads x {d}",
+        nbytes=float(width * (q * h * d + t // POOL * d) + 4 * q * (h + k)),
+        bytes_text=f"queries, keys, weights, ids: {width} B x ({q} x {h} x {d} + {t // POOL} x {d})"
+        f" + 4 B x {q} x ({h} + {k})",
+    )
+
+
+def _kernels(inputs: Inputs, device: Device) -> Runnable:
+    return Runnable(call=lambda: _ids(inputs, op.select_pools))
+
+
+def _plain(inputs: Inputs, device: Device) -> Runnable:
+    return Runnable(call=lambda: _ids(inputs, plain.select_pools))
+
+
+def _torch_choose(
+    queries: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, pools: Pools,
+    position: torch.Tensor, lengths: tuple[int, ...], *, size: int, count: int, scale: float,
+    begin: int,
+) -> torch.Tensor:  # fmt: skip
+    """Products in the operands' dtype with float32 sums, 512 queries at a time if they fit."""
+    found = []
+    heads = queries.shape[1]
+    step = max(1, min(512, _PEER_BYTES // (4 * heads * len(keys))))
+    for q0 in range(0, len(queries), step):
+        part, end = queries[q0 : q0 + step], (position[q0 : q0 + step] + 1) // size
+        last = max(1, (begin + q0 + len(part)) // size)
+        products = mm_accumulate(part.flatten(0, 1), keys[:last].t())
+        products = products.mul_(scale).relu_().view(len(part), heads, last)
+        scores = torch.bmm(weights[q0 : q0 + step].unsqueeze(1), products).squeeze(1)
+        allowed = torch.arange(last, device=keys.device) < end.unsqueeze(1)
+        best = plain.best_pools(scores, allowed, count)
+        found.append(plain.compact(best, torch.zeros_like(end), min(count, len(keys))))
+    return torch.cat(found)
+
+
+def _peer(inputs: Inputs, device: Device) -> Runnable:
+    return Runnable(call=lambda: _ids(inputs, _torch_choose))
+
+
+def _size(tokens: int, queries: int) -> Size:
+    return Size(
+        shape={"T": tokens, "Q": queries, "H": 32, "D": 128, "K": 512},
+        dtype="bfloat16",
+        devices=("cuda",),
+    )
+
+
+CASE = Case(
+    name="indexer",
+    question="What do exact scores and an exact top-512 of the pools cost?",
+    sizes={
+        "small": Size(shape={"T": 1500, "Q": 1500, "H": 4, "D": 32, "K": 32}, dtype="float32"),
+        "32k": _size(2**15, 2**15),
+        "128k": _size(2**17, 2**17),
+        "1m": _size(2**20, 2**16),
+    },
+    inputs=make_inputs,
+    reference=reference,
+    tolerance=tolerance,
+    floor=floor,
+    variants=(
+        Variant(
+            name="kernels", role="ours", build=_kernels, requires=("triton",), devices=("cuda",)
+        ),
+        Variant(name="plain torch, full precision", role="ours", build=_plain),
+        Variant(name="plain torch, low-precision products", role="peer", build=_peer),
+    ),
+)

@@ -1,0 +1,118 @@
+"""Sparse latent attention, backward: the inputs of ``sparse_mla`` and the output's gradient.
+
+The gradient of the latent is added up in float32. ``split_pairs`` adds 8 bytes at a time instead of
+16, ``split_with_pools`` also returns the pools' probabilities.
+"""
+
+from typing import Any
+
+import torch
+
+from kernels.sparse_mla import naive
+from tests.benchmarks.case import Case, Outputs, Runnable, Size, Variant
+from tests.benchmarks.cases.sparse_mla import (
+    SETTINGS,
+    SIZES,
+    kernel_variants,
+    make_inputs,
+    peer,
+    short_enough,
+    token_ids,
+    used_keys,
+    with_zero_tail,
+)
+from tests.benchmarks.machine import Floor, Machine, roofline
+from tests.benchmarks.probes import Device
+from tests.unit.sparse_mla_support import Problem
+
+
+def reference(inputs: Problem) -> Outputs:
+    """Float64 for short inputs, else float32."""
+    short = inputs.q.numel() < 2**20
+    wide = inputs.cast(torch.float64 if short else torch.float32)
+    dq, dlatent, _ = naive.backward_reference(*wide, **SETTINGS)
+    return {"dq": dq, "dlatent": dlatent}
+
+
+def tolerance(size: Size) -> dict[str, float]:
+    """bfloat16 rounds probabilities, their gradients and dq."""
+    limit = 1e-5 if size.dtype == "float32" else 2e-2
+    return {"dq": limit, "dlatent": limit}
+
+
+def floor(size: Size, machine: Machine) -> Floor:
+    """Five products with every used key; what goes in and out moved once, dlatent in float32."""
+    t, h, d, count = (size.shape[key] for key in "THDP")
+    keys, width = used_keys(t, count), getattr(torch, size.dtype).itemsize
+    return roofline(
+        machine,
+        dtype=size.dtype,
+        flops=10.0 * keys * h * d,
+        flops_text=f"5 products x 2 x {keys} keys x {h} heads x {d}",
+        nbytes=float(width * t * d * (4 * h + 1) + 4 * t * d + 4 * t * count),
+        bytes_text=f"q, out, dout, dq: 4 x {width} B x {t} x {h} x {d}; latent, dlatent, ids",
+    )
+
+
+def _ours(inputs: Problem, device: Device, **settings: Any) -> Runnable:
+    from kernels.sparse_mla.tilelang_backward import backward
+    from kernels.sparse_mla.tilelang_forward import forward
+
+    out, lse = forward(*inputs[:5], **SETTINGS)
+
+    def call() -> Outputs:
+        dlatent = torch.zeros_like(inputs.latent, dtype=torch.float32)
+        dq, _ = backward(*inputs[:5], out, lse, inputs.grad, dlatent, **settings, **SETTINGS)
+        return {"dq": dq, "dlatent": dlatent}
+
+    return Runnable(call=call)
+
+
+def _plain(inputs: Problem, device: Device) -> Runnable:
+    short_enough(inputs)
+
+    def call() -> Outputs:
+        dq, dlatent, _ = naive.backward_reference(*inputs, upcast=False, **SETTINGS)
+        return {"dq": dq, "dlatent": dlatent}
+
+    return Runnable(call=call)
+
+
+def _tilelang_example(inputs: Problem, device: Device) -> Runnable:
+    from sparse_mla_bwd import sparse_mla_bwd
+    from sparse_mla_fwd import sparse_mla_fwd_interface
+
+    ids = token_ids(inputs, 64, len(inputs.latent))[None, :, None].contiguous()
+    q, latent = with_zero_tail(inputs.q), with_zero_tail(inputs.latent.unsqueeze(1))
+    grad, scale = inputs.grad.unsqueeze(0), SETTINGS["scale"]
+    out, lse = sparse_mla_fwd_interface(q, latent, ids, sm_scale=scale)
+
+    def call() -> Outputs:
+        dq, dkv = sparse_mla_bwd(q, latent, out, grad, ids, lse, sm_scale=scale)
+        return {"dq": dq[0, ..., :512], "dlatent": dkv[0, :, 0, :512]}
+
+    return Runnable(call=call)
+
+
+FORMS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("split", {"variant": "split", "scatter": "quads"}),
+    ("split_with_pools", {"variant": "split", "scatter": "quads", "probabilities": True}),
+    ("split_pairs", {"variant": "split", "scatter": "pairs"}),
+    ("simple", {"variant": "simple"}),
+    ("deterministic", {"variant": "split", "deterministic": True}),
+)
+
+CASE = Case(
+    name="sparse_mla_backward",
+    question="How far from its floor is the backward of sparse latent attention?",
+    sizes=SIZES,
+    inputs=make_inputs,
+    reference=reference,
+    tolerance=tolerance,
+    floor=floor,
+    variants=(
+        *kernel_variants(_ours, FORMS),
+        Variant(name="plain torch", role="ours", build=_plain),
+        peer("tilelang_example", _tilelang_example, "sparse_mla_bwd"),
+    ),
+)

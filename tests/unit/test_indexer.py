@@ -1,0 +1,212 @@
+"""The indexer's choice on a CPU: against its definition, under a cap, and its kernels' code."""
+
+import importlib
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from kernels.dsa import select as plain
+from kernels.indexer import op
+from kernels.indexer.windows import CAP_BYTES, TILE, Window, plan, window_bytes, workspaces
+from tests.unit.indexer_support import RAGGED, SCALE, choose_by_sorting, make_problem
+
+ROOT = Path(__file__).parents[2]
+M = 2**20
+
+
+def chosen(problem, count, *, cap_bytes=CAP_BYTES, begin=0, function=op.select_pools, **backend):
+    if function is op.select_pools:
+        backend = {"cap_bytes": cap_bytes, "backend": "torch", **backend}
+    return function(
+        problem.queries, problem.weights, problem.keys, problem.pools, problem.position,
+        problem.lengths, size=problem.size, count=count, scale=SCALE, begin=begin, **backend,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("lengths", RAGGED)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("count", [1, 3, 20])
+def test_the_choice_is_that_of_the_definition_in_float64(lengths, dtype, count):
+    problem = make_problem(lengths, dtype=dtype)
+    width = min(count, max(lengths) // 4)
+    want = choose_by_sorting(problem.scores(), *problem.ranges(), width)
+    assert torch.equal(chosen(problem, count), want)
+    assert torch.equal(chosen(problem, count, function=plain.select_pools), want)
+
+
+@pytest.mark.parametrize("begin, stop", [(0, 137), (20, 137), (129, 135), (136, 137)])
+def test_queries_from_the_middle_choose_as_in_the_whole(begin, stop):
+    lengths = (65, 1, 64, 7)
+    part = make_problem(lengths, begin=begin, stop=stop, seed=3)
+    want = choose_by_sorting(part.scores(), *part.ranges(begin), 5)
+    assert torch.equal(chosen(part, 5, begin=begin), want)
+
+
+@pytest.mark.parametrize("lengths", [(700, 90), (1, 2, 3, 4, 5) * 40, (300, 3, 1, 500)])
+def test_a_choice_does_not_depend_on_the_cap(lengths):
+    problem = make_problem(lengths, dim=4)
+    small = 4096
+    assert len(plan(lengths, 4, count=9, cap_bytes=small)) > 4
+    assert torch.equal(chosen(problem, 9), chosen(problem, 9, cap_bytes=small))
+
+
+def test_batches_without_a_whole_pool_choose_nothing():
+    problem = make_problem((3, 2, 1))
+    assert chosen(problem, 4).shape == (6, 0)
+    problem = make_problem((3, 5))
+    assert chosen(problem, 4).flatten().tolist() == [-1] * 6 + [0, 0]
+
+
+def cut(length: int, parts: int) -> tuple[int, ...]:
+    return (length // parts,) * parts
+
+
+@pytest.mark.parametrize("begin, stop", [(0, None), (5, None), (1000, 1003), (2999, 3000)])
+@pytest.mark.parametrize("lengths", [(4097,), (1, 3, 2, 5) * 300, (2000, 1500, 3)])
+def test_windows_cover_every_query_once_and_all_it_may_choose(lengths, begin, stop):
+    problem = make_problem(lengths, heads=1, dim=1, begin=begin, stop=stop)
+    first, end = problem.ranges(begin)
+    seen = 0
+    for window in plan(lengths, 4, count=8, cap_bytes=100_000, begin=begin, stop=stop):
+        assert (
+            window.q0 == seen and window.q1 > seen and window.p0 % TILE == window.width % TILE == 0
+        )
+        seen, rows = window.q1, slice(window.q0, window.q1)
+        assert window.widest == int((end - first)[rows].max())
+        if window.width:
+            assert window.p0 <= int(first[rows].min())
+            assert int(end[rows].max()) <= window.p0 + window.width
+        assert window_bytes(window.q1 - window.q0, window.width, 8) <= 100_000
+    assert seen == len(first)
+
+
+@pytest.mark.parametrize(
+    "lengths", [(M // 8,), cut(M // 8, 16), (M,), cut(M, 256), (1, 2, 5) * 99_999]
+)
+def test_no_window_takes_more_than_the_cap_and_none_is_needlessly_small(lengths):
+    windows = plan(lengths, 4, count=512)
+    for window in windows[:-1]:
+        assert window_bytes(window.q1 - window.q0, window.width, 512) > 0.8 * CAP_BYTES
+    for window, space in workspaces(windows, 512, torch.device("meta")):
+        memory = space.scores.untyped_storage()
+        assert memory.nbytes() <= CAP_BYTES
+        assert sum(x.numel() * x.itemsize for x in space) <= memory.nbytes()
+        assert space.scores.shape == (window.q1 - window.q0, window.width)
+
+
+def test_the_operator_has_a_shape_without_data():
+    shape, rows = (M, 32, 128), M
+    meta = {"device": "meta"}
+    ids = op.select(
+        torch.empty(shape, dtype=torch.bfloat16, **meta), torch.empty(shape[:2], **meta),
+        torch.empty(M // 4, 128, dtype=torch.bfloat16, **meta),
+        torch.empty(rows, dtype=torch.int32, **meta), torch.empty(rows, dtype=torch.int32, **meta),
+        plan((M,), 4, count=512), count=512, scale=SCALE, backend="torch",
+    )  # fmt: skip
+    assert ids.shape == (M, 512) and ids.dtype == torch.int32 and ids.is_meta
+
+
+def test_the_operator_is_a_legal_one():
+    problem = make_problem((70, 9))
+    first, end = problem.ranges()
+    flat = [n for window in plan(problem.lengths, 4, count=3) for n in window]
+    args = (problem.queries, problem.weights, problem.keys, first, end, flat, 3, SCALE, M, "torch")
+    torch.library.opcheck(torch.ops.indexer.select.default, args)
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"backend": "cuda"}, "backend: 'cuda'; legal: 'triton', 'torch'"),
+        (
+            {"backend": "triton"},
+            "backend: 'triton' cannot run .* CUDA only.*cpu; legal here: 'torch'",
+        ),
+        ({"weights": torch.ones(79, 8).double()}, r"weights: torch.float64 .*legal: torch.float32"),
+        ({"keys": torch.ones(19, 32)}, r"keys: .*\(19, 32\).*legal: torch.float32 \(19, 64\)"),
+        ({"end": torch.ones(79)}, r"end: torch.float32 .*legal: torch.int32 \(79,\)"),
+        ({"scale": 0.0}, "scale: 0.0; legal: .*scale > 0"),
+        ({"count": 0}, "count: 0.*legal: count >= 1"),
+        ({"windows": (Window(0, 70, 0, 64, 17),)}, "windows: they do not cover 79 queries"),
+    ],
+)
+def test_what_does_not_fit_is_named(change, words):
+    problem = make_problem((70, 9))
+    first, end = problem.ranges()
+    arguments = {
+        "queries": problem.queries, "weights": problem.weights, "keys": problem.keys,
+        "first": first, "end": end, "windows": plan(problem.lengths, 4, count=3), "count": 3,
+        "scale": SCALE, "backend": "torch", **change,
+    }  # fmt: skip
+    with pytest.raises(ValueError, match=words):
+        op.select(**arguments)
+
+
+def test_a_cap_below_one_query_says_what_would_do():
+    with pytest.raises(ValueError, match=r"cap_bytes: 1000 .*legal: at least 2208 here"):
+        plan((2000,), 4, count=8, cap_bytes=1000, begin=1999)
+
+
+@pytest.mark.parametrize(
+    "name, addresses",
+    [
+        ("triton_topk._select_kernel", {"at", "begin"}),
+        ("triton_scores._scores_kernel", {"q", "to_score", "to_best"}),
+        ("gluon_scores._scores_kernel", {"to_score", "to_best"}),  # the rest goes by coordinates
+    ],
+)
+def test_offsets_of_rows_are_64_bit(name, addresses):
+    text = first_form(name)
+    products = re.findall(r"%([a-z_]+?)(?:_\d+)? = arith\.muli .*?(?:x|: )(i\d+)[>,\s]", text)
+    kinds = {name: kind for name, kind in products if name in addresses}
+    assert kinds == dict.fromkeys(addresses, "i64"), products
+
+
+def first_form(name: str) -> str:
+    """A kernel as Triton first writes it down; needs neither a GPU nor a compiler for one."""
+    from triton._C.libtriton import ir
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, make_backend
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    module, kernel = name.split(".")
+    fn = getattr(importlib.import_module(f"kernels.indexer.{module}"), kernel)
+    constants = {
+        "STAGE": 1, "SLOTS": 64, "GROUP": 16, "ROOM": 8, "HEADS": 32, "DIM": 64, "QUERIES": 8,
+        "POOLS": 64, "STAGES": 2,
+    }  # fmt: skip
+    kinds = {"queries": "*bf16", "weights": "*fp32", "values": "*fp32", "scores": "*fp32",
+             "best": "*fp32", "scale": "fp32", "keys": "tensordesc<bf16[64,64]>", "groups": "*i32",
+             "first": "*i32", "end": "*i32", "out": "*i32"}  # fmt: skip
+    of_gluon = module.startswith("gluon")
+    if of_gluon:
+        for operand, rows in (("queries", 256), ("keys", 64)):
+            layout = gl.NVMMASharedLayout.get_default_for([rows, 64], gl.bfloat16)
+            kinds[operand] = f"tensordesc<bf16[{rows},64],{layout!r}>"
+    names = fn.arg_names
+    signature = {n: "constexpr" if n in constants else kinds.get(n, "i32") for n in names}
+    found = {(i,): constants[n] for i, n in enumerate(names) if n in constants}
+    source = (GluonASTSource if of_gluon else ASTSource)(fn, signature, found)
+    target = GPUTarget("cuda", 90, 32)
+    backend = make_backend(target)
+    options = backend.parse_options({})
+    context = ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    code = backend.get_codegen_implementation(options)
+    return str(source.make_ir(target, options, code, backend.get_module_map(), context))
+
+
+def test_kernels_do_as_defined_in_tritons_interpreter():
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.unit.indexer_interpreted"],
+        cwd=ROOT, env=environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.stdout.endswith("as defined\n"), done.stdout + done.stderr

@@ -1,0 +1,141 @@
+"""Configurations kept as files: which machine they are for, and how Triton finds them."""
+
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from kernels.tuned import __main__ as tune
+from kernels.tuned import fla
+from kernels.tuned.fla import Entry, Kernel, Tuned
+
+ROOT = Path(__file__).resolve().parents[2]
+ENTRY = Entry([64, 5, "torch.bfloat16", True], {"BT": 8}, 4, 3)
+
+
+def tuned(**kernels: Kernel) -> Tuned:
+    return Tuned("NVIDIA H200", fla.installed(), kernels)
+
+
+@pytest.fixture
+def module(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """A module of fla's kind: one kernel tuned inside a heuristic, one not tuned."""
+    made = ModuleType("fla.made_up")
+    inner = SimpleNamespace(
+        cache={}, configs=[1, 2], base_fn=SimpleNamespace(__module__="fla.made_up"), fn=None
+    )
+    vars(made).update(norm=SimpleNamespace(fn=inner), plain=SimpleNamespace(fn=lambda: 0))
+    monkeypatch.setitem(sys.modules, "fla.made_up", made)
+    return made
+
+
+def test_a_file_holds_what_was_written(tmp_path: Path) -> None:
+    given = tuned(
+        norm=Kernel("fla.made_up", [ENTRY, replace(ENTRY, key=[64, 9], kwargs={})], free=1),
+        other=Kernel("fla.other", [ENTRY]),
+    )
+    fla.write(given, tmp_path / "file.json")
+    read = fla.read(tmp_path / "file.json")
+    assert read.kernels["other"] == given.kernels["other"] and read.versions == given.versions
+    assert sorted(map(str, read.kernels["norm"].entries)) == sorted(
+        map(str, given.kernels["norm"].entries)
+    )
+    again = tmp_path / "again.json"
+    fla.write(read, again)
+    assert again.read_text() == (tmp_path / "file.json").read_text()
+
+
+def test_a_file_counts_for_its_gpu_and_its_versions_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fla.write(tuned(), fla.path_of("NVIDIA H200", tmp_path))
+    assert fla.find("NVIDIA H200", tmp_path) == (tuned(), "tuned for NVIDIA H200")
+    found, note = fla.find("NVIDIA B200", tmp_path)
+    assert found is None and note == (
+        "not tuned for NVIDIA B200, so fla measures before the first step (make tune)"
+    )
+    monkeypatch.setattr(fla, "installed", lambda: {"fla-core": "0.7.0", "triton": "3.8.0"})
+    found, note = fla.find("NVIDIA H200", tmp_path)
+    assert found is None and "this is fla-core 0.7.0, triton 3.8.0, so fla measures" in note
+
+
+def test_entries_become_what_triton_remembers(module: ModuleType) -> None:
+    known = module.norm.fn.cache
+    known[(7,)] = "found here"
+    kernel = Kernel("fla.made_up", [ENTRY, replace(ENTRY, key=[7])])
+    assert fla.seed(tuned(norm=kernel)) == 1
+    config = known[(64, 5, "torch.bfloat16", True)]
+    assert (config.kwargs, config.num_warps, config.num_stages) == ({"BT": 8}, 4, 3)
+    assert known[(7,)] == "found here" and len(known) == 2
+
+
+def test_a_count_of_blocks_takes_the_nearest_entry(module: ModuleType) -> None:
+    far = replace(ENTRY, key=[64, 100, "torch.bfloat16", True], num_warps=16)
+    fla.seed(tuned(norm=Kernel("fla.made_up", [ENTRY, far], free=1)))
+    known = module.norm.fn.cache
+    warps = {n: known[(64, n, "torch.bfloat16", True)].num_warps for n in (1, 5, 52, 53, 2048)}
+    assert warps == {1: 4, 5: 4, 52: 4, 53: 16, 2048: 16}
+    assert len(known) == fla.MOST_BLOCKS
+
+
+def test_a_kernel_that_is_not_tuned_is_no_kernel_of_the_file(module: ModuleType) -> None:
+    with pytest.raises(ValueError, match="fla.made_up.plain is not tuned by Triton"):
+        fla.seed(tuned(plain=Kernel("fla.made_up", [ENTRY])))
+
+
+def test_what_was_measured_is_collected_where_it_is_defined(module: ModuleType) -> None:
+    other = ModuleType("fla.importing")
+    other.norm = module.norm  # type: ignore[attr-defined]
+    sys.modules["fla.importing"] = other
+    config = SimpleNamespace(kwargs={"BT": 16}, num_warps=2, num_stages=4)
+    module.norm.fn.cache[(64, "torch.float32")] = config
+    try:
+        found = tune.collect()
+    finally:
+        del sys.modules["fla.importing"]
+    assert found["norm"] == Kernel("fla.made_up", [Entry([64, "torch.float32"], {"BT": 16}, 2, 4)])
+
+
+def test_tuning_without_a_gpu_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert tune.main() == 2
+    assert "measures on a GPU" in capsys.readouterr().err
+    assert fla.note() == ""
+
+
+def test_the_gpu_is_told_with_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    assert fla.note() == "tuned for NVIDIA H200"
+
+
+def shipped() -> list[Tuned]:
+    return [fla.read(path) for path in sorted(fla.FOLDER.glob("fla_*.json"))]
+
+
+def test_shipped_files_are_for_the_locked_versions() -> None:
+    lock = (ROOT / "requirements.lock").read_text()
+    locked = {p: re.search(rf"^{p}==(\S+)", lock, re.M) for p in fla.PACKAGES}
+    versions = {package: found and found[1] for package, found in locked.items()}
+    assert shipped() and all(held.versions == versions for held in shipped())
+
+
+@pytest.mark.slow
+def test_shipped_entries_fit_the_kernels_they_are_for() -> None:
+    """Which warps and stages are tried depends on the GPU; names of tile sizes do not."""
+    for held in shipped():
+        for name, kernel in held.kernels.items():
+            found: Any = fla.autotuner(kernel.module, name)
+            names = {frozenset(config.kwargs) for config in found.configs}
+            for entry in kernel.entries:
+                assert names == {frozenset(entry.kwargs)}, name
+                assert len(entry.key) > len(found.keys)
+            if kernel.free is not None:
+                assert found.keys[kernel.free] == "NB"
