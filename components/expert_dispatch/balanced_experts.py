@@ -89,8 +89,6 @@ class BalancedRoutedExperts(RoutedExperts):
         x, weights, ids = (tensor.flatten(0, 1) for tensor in routing)
         group = self._group()
         layer = self._plan(ids, group)
-        if not recomputing():
-            self.latest = layer.load(x.itemsize * x.shape[1], self._expert_bytes(layer))
         around = Surroundings(
             experts=self.inner_experts,
             combine=partial(combine_at_home, self.token_dispatcher),
@@ -99,6 +97,9 @@ class BalancedRoutedExperts(RoutedExperts):
             rounded_sums=self.rounded_sums,
         )
         out = run_balanced(around, layer, x, weights, ids, self.kept_chunks)
+        # Afterwards: the device has been told what to do meanwhile.
+        if not recomputing():
+            self.latest = layer.load(x.itemsize * x.shape[1], self._expert_bytes(layer))
         return out.view(x_BLD.shape)
 
     def _group(self) -> dist.ProcessGroup:

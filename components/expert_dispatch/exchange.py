@@ -91,7 +91,8 @@ class Placement:
 
         Args:
             ids: experts of every token, int64 (N, top_k).
-            counts: routes of each rank to each expert, int64 (P, E), on the device of ``ids``.
+            counts: routes of each rank to each expert, int64 (P, E); on the CPU, where they are at
+                hand: one number per expert goes to the device.
             rank: this one's, within the group.
 
         Returns:
@@ -101,12 +102,12 @@ class Placement:
         if not len(flat):
             return torch.zeros_like(ids)
         loads, mine = counts.sum(0), counts[rank]
-        # Where this rank's stretch of each expert's rows begins, in the order of ``starts``.
-        begins = loads.cumsum(0) - loads + counts[:rank].sum(0)
+        # Where this rank's stretch of each expert's rows begins, in the order of ``starts``, less
+        # where it begins among this rank's routes.
+        shift = (loads - mine).cumsum(0) - (loads - mine) + counts[:rank].sum(0)
+        shift = shift.to(flat.device, non_blocking=True)
         order = sortable(flat, len(mine)).argsort(stable=True)
-        within = torch.arange(len(flat), device=flat.device)
-        of_expert = flat[order]
-        rows = within + (begins - (mine.cumsum(0) - mine))[of_expert]
+        rows = torch.arange(len(flat), device=flat.device) + shift[flat[order]]
         piece = torch.searchsorted(self.starts, rows, right=True) - 1
         return torch.empty_like(flat).scatter_(0, order, self.holding[piece]).view_as(ids)
 

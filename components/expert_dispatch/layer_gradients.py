@@ -1,7 +1,9 @@
 """The backward pass of one layer's experts, a chunk at a time."""
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import islice
 
 import torch
 
@@ -11,6 +13,7 @@ from components.expert_dispatch.rows import ChunkRows
 from components.expert_dispatch.travel import Homeward, Outward
 from components.expert_dispatch.weights import Return
 from kernels.expert_rows.op import sum_places
+from kernels.precision import accumulation_dtype
 
 Kept = dict[int, list[torch.Tensor]]
 """By chunk, the first two products of its native part, then of its foreign part."""
@@ -41,7 +44,7 @@ class Gradients:
         self.of_weights = None if weights is None else _like(weights)
         self.of_parameters: list[torch.Tensor | None] = [None] * len(wanted)
         self._run = run
-        single, rounded = len(run.layer.chunks) == 1, run.around.rounded_sums
+        single, rounded = run.layer.partition.chunks == 1, run.around.rounded_sums
         # Native, then foreign.
         self._sums = [
             {
@@ -51,7 +54,8 @@ class Gradients:
             }
             for shares in (run.native, run.foreign_like)
         ]
-        self._returns: dict[str, Return] = {}
+        self._returns = self._returning()
+        self._under_way: deque[tuple[str, Return]] = deque()
 
     def run(
         self,
@@ -128,23 +132,34 @@ class Gradients:
             self.of_weights[tokens] = of_route.to(self.of_weights.dtype)
             scores.close()
 
-    def _send_home(self) -> None:
-        """Gradients of foreign experts, while the last chunk's rows go home."""
+    def _returning(self) -> Iterator[tuple[str, Return]]:
+        """Gradients of foreign experts, by parameter; each is sent when it is asked for."""
         run = self._run
-        for name, own in zip(run.names, run.native, strict=True):
-            if name not in self._sums[0]:
-                continue
+        shares = dict(zip(run.names, run.native, strict=True))
+        for name in list(self._sums[0]):
             total = self._sums[1].pop(name).whole() if run.migration.foreign else None
-            self._returns[name] = run.migration.send_home(total, own)
+            yield from ((name, back) for back in run.migration.send_home(total, shares[name]))
+
+    def _send_home(self) -> None:
+        """The first gradients of foreign experts, while the last chunk's rows go home. The next
+        follow as these are added up, so that two rounds exist at a time."""
+        self._under_way.extend(islice(self._returns, 2))
 
     def _finish(self) -> None:
         """By parameter, with what other ranks computed."""
         run = self._run
+        run.finish_fetch()
         for place, (name, own) in enumerate(zip(run.names, run.native, strict=True)):
-            if name in self._returns:
-                total = self._sums[0].pop(name).total()
-                self._returns.pop(name).add_to(total)
-                self.of_parameters[place] = total.to(own.dtype)
+            if name not in self._sums[0]:
+                continue
+            total = self._sums[0].pop(name).total()
+            if run.migration.rounds > 1:
+                # Rounded once all of them are added.
+                total = total.to(accumulation_dtype(own.dtype))
+            while self._under_way and self._under_way[0][0] == name:
+                self._under_way.popleft()[1].add_to(total)
+                self._under_way.extend(islice(self._returns, 1))
+            self.of_parameters[place] = total.to(own.dtype)
 
 
 def _like(tensor: torch.Tensor) -> torch.Tensor:

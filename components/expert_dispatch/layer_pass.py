@@ -89,6 +89,11 @@ class LayerPass:
         """Foreign experts' share of each parameter."""
         return self._fetch.wait()
 
+    def finish_fetch(self) -> None:
+        """Wait until whoever fetches this rank's weights has them, also where it fetches none
+        itself: FSDP frees them as soon as the layer's pass is over."""
+        self._fetch.wait()
+
     @property
     def foreign_like(self) -> list[torch.Tensor]:
         """What it is going to be: its shapes, dtypes and device, not its values."""
@@ -109,7 +114,7 @@ class LayerPass:
         """
         tokens, around, layer = self.tokens(index), self.around, self.layer
         counts, ids = layer.counts[:, index], self._ids[tokens]
-        moves = ChunkRows(layer.chunks[index], counts, ids, layer.rank, around.rows_group)
+        moves = ChunkRows(layer.chunk(index), counts, ids, layer.rank, around.rows_group)
         mine = None if weights is None else weights[tokens]
         sent = [tensor[tokens] for tensor in tensors]
         return moves, Outward(moves, sent, mine, beside=around.beside)
@@ -155,7 +160,7 @@ class LayerPass:
             land: what came home.
             last: called when the last chunk is on its way home.
         """
-        turns = list(range(len(self.layer.chunks)))
+        turns = list(range(self.layer.partition.chunks))
         turns = turns[::-1] if backwards else turns
         coming: tuple[ChunkRows, Outward] | None = send(turns[0])
         leaving: list[tuple[int, ChunkRows, Leaving]] = []

@@ -1,12 +1,12 @@
 """What one layer's ranks know of each other before any row moves: one exchange of counts.
 
 Chunks share the layer's plan. In every chunk each piece takes the same share of its expert's rows
-as in the layer, so whatever is balanced in the layer is balanced in every chunk, up to rounding,
-and the counts of every rank, chunk and expert say how many rows go where: nothing else is asked.
+as in the layer, so a chunk that is routed like the layer is as balanced, up to rounding, and the
+counts of every rank, chunk and expert say how many rows go where: nothing else is asked.
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -70,16 +70,25 @@ class LayerPlan:
 
     rule: PlanRule
 
+    _made: dict[int, Exchange] = field(default_factory=dict, init=False, repr=False)
+
     @cached_property
     def plan(self) -> Plan:
         """Of all chunks together."""
         return self.rule.plan(self.counts.sum((0, 1)), len(self.counts))
 
-    @cached_property
+    def chunk(self, index: int) -> Exchange:
+        """The rows of a chunk; holdings are numbered as in ``plan``. Made when first asked for: the
+        device computes the chunks before it meanwhile."""
+        if index not in self._made:
+            counts = self.counts[:, index]
+            self._made[index] = exchange(scaled(self.plan, counts.sum(0)), counts)
+        return self._made[index]
+
+    @property
     def chunks(self) -> tuple[Exchange, ...]:
-        """The rows of every chunk; holdings are numbered as in ``plan``."""
-        by_chunk = self.counts.unbind(1)
-        return tuple(exchange(scaled(self.plan, counts.sum(0)), counts) for counts in by_chunk)
+        """All of them."""
+        return tuple(self.chunk(index) for index in range(self.counts.shape[1]))
 
     @property
     def local_experts(self) -> int:
@@ -121,7 +130,7 @@ class LayerLoad:
     chunks: int
 
     receive_peak: int
-    """Rows that this rank received in one chunk, at most."""
+    """Rows that this rank received in one chunk, its own tokens' included, at most."""
 
     receive_peak_bytes: int
 

@@ -19,7 +19,8 @@ SCALARS = {
     "llep/chunks": "chunks that a layer's tokens were cut into (K), most of the step",
     "llep/copied_gib": "weights of experts that ranks copied to each other in the step's forward "
     "passes, all ranks, GiB; backward copies them again and returns their gradients in float32",
-    "llep/receive_peak_rows": "rows that a rank received in one chunk, most of the step and ranks",
+    "llep/receive_peak_rows": "rows that a rank received in one chunk, those of its own tokens "
+    "included, most of the step and ranks",
     "llep/receive_peak_gib": "these rows, GiB",
 }
 

@@ -6,6 +6,7 @@ ones.
 """
 
 import struct
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -16,6 +17,9 @@ import torch.distributed as dist
 Membership = Literal["strided", "contiguous"]
 
 _MEMBERSHIPS = get_args(Membership)
+
+_CODES = 8
+"""Numbers that ranks compare: as many whatever settings a rank has, or they could not meet."""
 
 
 class DisagreementError(ValueError):
@@ -81,7 +85,7 @@ class Partition:
     """Chunks, K; the same on every rank of the group. Some may be empty."""
 
     largest: int
-    """Tokens of the group's fullest rank."""
+    """Tokens of the group's fullest rank; this one's where nobody asked, as of ``WHOLE``."""
 
     membership: Membership
 
@@ -144,11 +148,12 @@ def agree(
         tokens: of this rank.
         group: whose ranks exchange chunks; None: this rank alone.
         device: where the group's collectives run.
-        others: further settings that the ranks must share, by name; the same names, of the same
-            types, on every rank. Floats are compared to the bit.
+        others: up to four further settings that the ranks must share, by name. Floats are compared
+            to the bit.
 
     Raises:
-        DisagreementError: the ranks follow different rules; raised on every rank alike.
+        DisagreementError: the ranks follow different rules, or have other settings; raised on every
+            rank alike.
     """
     if group is None:
         return rule.cut(tokens)
@@ -176,11 +181,16 @@ class _Settings:
 
     @property
     def codes(self) -> list[int]:
-        return [_code(value) for value in self._values.values()]
+        """Of which settings there are, and of each; zeros up to ``_CODES``."""
+        names = zlib.crc32(" ".join(self._values).encode())
+        codes = [names, *(_code(value) for value in self._values.values())]
+        return codes + [0] * (_CODES - len(codes))
 
     def read(self, codes: Sequence[int]) -> str:
         """Another rank's codes as text."""
-        values = zip(self._values.items(), codes, strict=True)
+        if codes[0] != self.codes[0]:
+            return "those of another component"
+        values = zip(self._values.items(), codes[1:], strict=False)
         return ", ".join(f"{name} {_value(code, mine)!r}" for (name, mine), code in values)
 
 
@@ -189,7 +199,8 @@ def _code(value: int | float | str) -> int:
         return _MEMBERSHIPS.index(value)
     if isinstance(value, float):
         return struct.unpack("<q", struct.pack("<d", value))[0]
-    return value
+    # No layer has as many tokens: beyond it all numbers mean the same.
+    return min(value, 2**62)
 
 
 def _value(code: int, like: int | float | str) -> int | float | str:

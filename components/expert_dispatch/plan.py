@@ -150,7 +150,7 @@ def plan(
     if _imbalance(native) < threshold:
         return _assemble(loads, ranks, [])
     # Rounded up: with less than the mean there would not be room for everything.
-    capacity = math.ceil(capacity_factor * int(native.sum()) / ranks)
+    capacity = math.ceil(min(capacity_factor, ranks) * int(native.sum()) / ranks)
     if int(native.max()) <= capacity:
         return _assemble(loads, ranks, [])
     return _assemble(loads, ranks, _spill(loads.tolist(), native.tolist(), capacity, minimum_rows))

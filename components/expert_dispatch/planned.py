@@ -26,7 +26,7 @@ _FLOAT32 = 4
 """Bytes of a number of the sums of gradients."""
 
 _MATRICES = 3
-"""Of an expert, all of one size; gradients of one go home at a time."""
+"""Of an expert, all of one size."""
 
 
 class PlannedExperts(Component):
@@ -140,7 +140,7 @@ class PlannedExperts(Component):
         """
         weights = expert_parameters(recipe)
         size = _FLOAT32 if self.config.sums_are_float32() else compute_itemsize(recipe)
-        # What goes home, and what comes home, is one matrix at a time in float32.
+        # Two rounds of gradients on their way home, of a matrix each; no rank both lends and helps.
         sums = 2 * weights * size + 2 * _FLOAT32 * (weights // _MATRICES)
         found = [
             MemoryTerm("outputs of routed experts, kept for recomputed layers", kept_bytes(recipe)),

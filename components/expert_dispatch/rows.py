@@ -72,8 +72,7 @@ class ChunkRows:
 
     def _order_routes(self, rows: Exchange, counts: torch.Tensor, ids: torch.Tensor) -> None:
         device = ids.device
-        on_device = counts.to(device, non_blocking=True)
-        holdings = Placement.of(rows.plan, device).holdings(ids, on_device, self.rank)
+        holdings = Placement.of(rows.plan, device).holdings(ids, counts, self.rank)
         turn = _own_first(rows, self.rank).to(device, non_blocking=True)
         turns = sortable(turn, len(turn))[holdings]
         self.order = turns.flatten().argsort(stable=True)

@@ -2,15 +2,18 @@
 
 Every rank posts its sends and receives in the plan's order of transfers, so the two ends of a pair
 agree on what comes first. A rank without transfers takes no part.
+
+An expert that everybody chooses has a copy on nearly every rank. Gradients of copies come home in
+rounds, the same on all ranks, none of which brings a rank more than its own experts' size.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
-from components.expert_dispatch.plan import Plan
+from components.expert_dispatch.plan import Plan, Transfer
 from kernels.precision import accumulation_dtype
 
 _GROUPS: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
@@ -38,8 +41,23 @@ def _meet(group: dist.ProcessGroup) -> None:
     dist.all_reduce(torch.zeros(1, device=device), group=group)
 
 
+def rounds(plan: Plan, copies: int) -> dict[Transfer, int]:
+    """In which round the gradients of each transfer go home: of one rank's experts, ``copies`` a
+    round, in the order of transfers."""
+    found: dict[Transfer, int] = {}
+    seen: dict[int, int] = {}
+    for move in plan.transfers:
+        before = seen.get(move.native, 0)
+        found[move], seen[move.native] = before // copies, before + 1
+    return found
+
+
 class Migration:
-    """The transfers of one layer, as one rank sees them."""
+    """The transfers of one layer, as one rank sees them.
+
+    Attributes:
+        rounds: in which gradients of one parameter come home.
+    """
 
     def __init__(self, plan: Plan, rank: int, group: dist.ProcessGroup) -> None:
         """
@@ -52,6 +70,8 @@ class Migration:
         self._share = len(plan.loads) // plan.ranks
         self._leaving = [move for move in plan.transfers if move.native == rank]
         self._coming = [move for move in plan.transfers if move.helper == rank]
+        self._rounds = rounds(plan, self._share)
+        self.rounds = max(self._rounds.values(), default=-1) + 1
 
     @property
     def foreign(self) -> int:
@@ -77,26 +97,29 @@ class Migration:
             ]
         return Fetch(foreign, self._run(operations), weights)
 
-    def send_home(self, foreign: torch.Tensor | None, own: torch.Tensor) -> "Return":
-        """Send the gradients of one parameter's copies to the rank where it lives.
+    def send_home(self, foreign: torch.Tensor | None, own: torch.Tensor) -> Iterator["Return"]:
+        """Send the gradients of one parameter's copies to the rank where it lives, a round each
+        time the next is asked for; rounds without this rank are left out.
+
+        All rounds of a parameter before the next parameter's, on every rank.
 
         Args:
             foreign: of the copies here, (foreign, ...), in full precision; None if there are none.
             own: tells the shape of those of this rank's experts, (E / P, ...).
         """
-        operations, arriving = [], []
-        if self._coming:
-            assert foreign is not None
-            operations += [
-                self._to(move.native, gradient)
-                for move, gradient in zip(self._coming, foreign, strict=True)
-            ]
-        wide = accumulation_dtype(own.dtype)
-        for move in self._leaving:
-            into = own.new_empty(own.shape[1:], dtype=wide)
-            arriving.append((move.expert % self._share, into))
-            operations.append(self._from(move.helper, into))
-        return Return(arriving, self._run(operations), foreign)
+        for turn in range(self.rounds):
+            operations, arriving = [], []
+            for place, move in enumerate(self._coming):
+                if self._rounds[move] == turn:
+                    assert foreign is not None
+                    operations.append(self._to(move.native, foreign[place]))
+            for move in self._leaving:
+                if self._rounds[move] == turn:
+                    into = own.new_empty(own.shape[1:], dtype=accumulation_dtype(own.dtype))
+                    arriving.append((move.expert % self._share, into))
+                    operations.append(self._from(move.helper, into))
+            if operations:
+                yield Return(arriving, self._run(operations), foreign)
 
     def _to(self, peer: int, tensor: torch.Tensor) -> dist.P2POp:
         return self._operation(dist.isend, peer, tensor)
@@ -138,7 +161,7 @@ class Fetch:
 
 
 class Return:
-    """Gradients of copies of one parameter under way to where it lives."""
+    """Gradients of copies of one parameter under way to where it lives, of one round."""
 
     def __init__(
         self,

@@ -61,7 +61,7 @@ class PublishedLlepExperts(RoutedExperts):
         moves = exchange(plan, counts)
         there = moves.sent(rank), moves.received(rank), group
         back = moves.received(rank), moves.sent(rank), group
-        holding = Placement.of(plan, ids.device).holdings(ids, counts.to(ids.device), rank)
+        holding = Placement.of(plan, ids.device).holdings(ids, counts, rank)
         order = holding.flatten().argsort(stable=True)
         arrival = _by_holding(moves.arrivals(rank), ids.device)
         rows = _Permuted.apply(_Moved.apply(_Spread.apply(x, order, top_k), *there), arrival)

@@ -22,6 +22,7 @@ import components.expert_dispatch.balanced as balanced
 import components.expert_dispatch.balanced_experts as module
 import components.expert_dispatch.last_product as last_product
 import components.expert_dispatch.travel as travel
+import components.expert_dispatch.weights as weights_module
 import components.models.glm_flash.experts as glm_experts
 import components.titan.experts as parts
 from components.expert_dispatch.balanced_experts import BalancedRoutedExperts, balanced_experts
@@ -29,8 +30,10 @@ from components.expert_dispatch.layer_pass import Surroundings
 from components.expert_dispatch.layer_plan import LayerPlan
 from components.expert_dispatch.partition import DisagreementError
 from components.expert_dispatch.travel import Outward
+from components.expert_dispatch.weights import Fetch, Migration
 from components.recompute.layer import RecomputedLayer
 from components.titan.dispatch import gloo
+from tests.distributed.balanced_support import assert_close, at_most, row_by_row, row_by_row_back
 from tests.distributed.spawn import run_ranks
 from tests.swaps import counted, kept, replaced
 from tests.unit.experts_support import (
@@ -119,12 +122,6 @@ def planned(family: str, dtype: torch.dtype | None = None, **form: Any) -> Balan
     return experts
 
 
-def assert_close(found: torch.Tensor, wanted: torch.Tensor, limit: float, what: str) -> None:
-    assert found.shape == wanted.shape and found.dtype == wanted.dtype, what
-    error = (found - wanted).norm() / wanted.norm().clamp(min=1e-12)
-    assert error <= limit, f"{what}: {error:.2e}"
-
-
 def compare(family: str, lengths: tuple[int, ...], draw: Routing) -> None:
     """One case in every form, on this rank, against experts that stay where they live."""
     rank, dtype = dist.get_rank(), DTYPES[family]
@@ -161,16 +158,6 @@ def check_plan(layer: LayerPlan, lengths: tuple[int, ...]) -> None:
     pieces = len(layer.plan.rank)
     received = sum(chunk.splits.sum(0) for chunk in layer.chunks)
     assert int(received.max()) <= mean + 1 + (pieces if chunks > 1 else 0)
-
-
-def row_by_row(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """A grouped product whose arithmetic on a row does not depend on the rows beside it."""
-    group = torch.searchsorted(ends, torch.arange(len(x)), right=True)
-    return (x.unsqueeze(1) * weight[group]).sum(-1)
-
-
-def row_by_row_back(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    return row_by_row(x, weight.transpose(1, 2), ends)
 
 
 def compare_bits() -> None:
@@ -236,11 +223,13 @@ def compare_recomputed(kept_chunks: int) -> None:
 
 
 def compare_ways() -> None:
-    """In line or beside the computation, whatever is kept, and with memory spoilt once it is let go
-    of: the same bits, with one chunk, two (no chunk is both first and last) and more."""
+    """In line or beside the computation, whatever is kept, however many gradients come home at a
+    time, and with memory spoilt once it is let go of: the same bits, with one chunk, two (no chunk
+    is both first and last) and more."""
     rank = dist.get_rank()
     n = (20, 3, 0, 9)[rank]
     ways: list[dict[str, Any]] = [{"beside": False}, {}, {"kept_chunks": 1}, {"kept_chunks": 9}]
+    ways.append({"copies_home": 1})
     for family, chunks in (("glm", 1), ("glm", 2), ("moe", 3)):
         x, given = rows(n, rank, DTYPES[family]), FIRST_HALF(n, rank)
         experts = planned(family, chunk_tokens=1, max_chunks=chunks)
@@ -265,11 +254,19 @@ def check_rounded(found: Any, exact: Any, rounds: bool) -> None:
 
 
 def in_a_way(
-    experts: BalancedRoutedExperts, *given: torch.Tensor, beside: bool = True, kept_chunks: int = 0
+    experts: BalancedRoutedExperts,
+    *given: torch.Tensor,
+    beside: bool = True,
+    kept_chunks: int = 0,
+    copies_home: int = EXPERTS,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor | None]]:
     experts.kept_chunks = kept_chunks
+    original = weights_module.rounds
+    few = lambda plan, copies: original(plan, min(copies, copies_home))  # noqa: E731
     with ExitStack() as stack:
+        stack.enter_context(at_most(2 * copies_home))
         for owner, name, function in (
+            (weights_module, "rounds", few),
             (module, "Surroundings", partial(Surroundings, beside=beside)),
             (travel, "let_go", lambda memory: memory.fill_(torch.nan)),
         ):
@@ -302,7 +299,11 @@ def check_frozen() -> None:
             parameter.requires_grad_(name not in frozen)
         leaf = x.clone().requires_grad_(frozen != "x")
         scores = weights.clone().requires_grad_(frozen != "weights")
-        run(experts, leaf, scores, ids).backward(rows(19, 7))
+        fetches: list[Fetch] = []
+        with kept(Migration, "fetch", fetches):
+            run(experts, leaf, scores, ids).backward(rows(19, 7))
+        # Also by those that only lend: nobody reads weights that are freed after the pass.
+        assert len(fetches) == 2 and not any(fetch._works for fetch in fetches)
         found = {"x": leaf.grad, "weights": scores.grad}
         found |= {name: parameter.grad for name, parameter in experts.named_parameters()}
         for name, gradient in found.items():

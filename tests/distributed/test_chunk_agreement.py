@@ -49,6 +49,15 @@ def rank_of_four(rank: int, folder: str) -> None:
         if rank >= 2:
             with pytest.raises(DisagreementError, match=f"rank 2: chunk_tokens 4, .*; {says}"):
                 agree(mine, tokens, pairs[1], CPU)
+    others = {"threshold": 1.5} if rank == 3 else {}
+    mine, theirs = (
+        "chunk_tokens 4, max_chunks 5, membership 'strided'",
+        "those of another component",
+    )
+    says = (theirs, f"{mine}, threshold 1.5") if rank == 3 else (mine, theirs)
+    with pytest.raises(DisagreementError, match=f"ranks 0, 1, 2: {says[0]}; rank 3: {says[1]}$"):
+        agree(rule, tokens, dist.group.WORLD, CPU, others)
+    assert agree(ChunkRule(chunk_tokens=10**30, max_chunks=5), 4, dist.group.WORLD, CPU).chunks == 1
     # Nobody is left behind in a collective: the next one works.
     assert agree(rule, 4, dist.group.WORLD, CPU).chunks == 1
     dist.destroy_process_group()

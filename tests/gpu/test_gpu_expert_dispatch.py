@@ -31,7 +31,7 @@ def test_places_and_splits_are_those_of_the_host_and_nobody_waits(profile: str) 
     torch.cuda.set_sync_debug_mode("error")
     try:
         placement = Placement.of(made, "cuda")
-        holdings = [placement.holdings(ids, counts, rank) for rank in range(RANKS)]
+        holdings = [placement.holdings(ids, on_host, rank) for rank in range(RANKS)]
         tables = [cut.send_table(placement.rank[h], RANKS) for h in holdings]
         drawn.expert_ids(TOKENS, TOP_K, EXPERTS, "cuda")
     finally:

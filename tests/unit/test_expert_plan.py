@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from components.expert_dispatch.plan import Plan, imbalance, plan
+from components.expert_dispatch.weights import rounds
 
 
 def adversarial() -> list[tuple[str, list[int], int]]:
@@ -154,6 +155,18 @@ def test_a_plan_does_not_depend_on_how_often_or_where_it_is_made() -> None:
     for name in ("rank", "expert", "begin", "end", "first"):
         assert torch.equal(getattr(first, name), getattr(second, name))
     assert first.transfers == second.transfers
+
+
+def test_gradients_come_home_in_rounds_that_a_rank_has_room_for() -> None:
+    made = plan(torch.tensor([900, 700, 0, 0, 0, 0, 0, 0]), 4, minimum_rows=1)
+    copies = [move for move in made.transfers if move.native == 0]
+    assert len(copies) > 2
+    found = rounds(made, 2)
+    assert [found[move] for move in copies] == [place // 2 for place in range(len(copies))]
+
+
+def test_a_capacity_beyond_all_rows_moves_nothing() -> None:
+    assert plan(torch.tensor([9, 0]), 2, capacity_factor=1e308).transfers == ()
 
 
 def test_even_loads_move_nothing() -> None:

@@ -6,9 +6,11 @@ from itertools import pairwise
 import pytest
 import torch
 
+import components.expert_dispatch.layer_plan as layer_plan
 from components.expert_dispatch.layer_plan import LayerPlan, PlanRule, scaled
 from components.expert_dispatch.partition import ChunkRule
 from components.expert_dispatch.plan import plan
+from tests.swaps import counted
 
 
 def counts_of(seed: int, ranks: int = 4, chunks: int = 3, experts: int = 8) -> torch.Tensor:
@@ -60,6 +62,14 @@ def test_one_chunk_is_the_layer() -> None:
     assert layer.plan.transfers and chunk.plan.transfers == layer.plan.transfers
     for name in ("begin", "end", "rank", "expert", "loads"):
         assert torch.equal(getattr(chunk.plan, name), getattr(layer.plan, name)), name
+
+
+def test_rows_of_a_chunk_are_found_when_first_asked_for() -> None:
+    layer, calls = layer_of(counts_of(3)), []
+    with counted(layer_plan, "exchange", calls):
+        first = layer.chunk(1)
+        assert layer.chunk(1) is first and len(calls) == 1
+        assert layer.chunks[1] is first and len(calls) == 3
 
 
 def test_shares_of_many_rows_are_exact() -> None:
