@@ -83,6 +83,13 @@ def _neighbours(recipe: "Recipe", model: GlmFlashModel) -> Iterator[Problem]:
             "rank",
             f"use one of the two; {DEGREE}=1 and {_PATH}.enabled=false trains indexers",
         )
+    if components.indexer_sharding.enabled:
+        yield Problem(
+            "components.indexer_sharding.enabled",
+            f"true beside {_PATH}, which gives every rank queries of its own: their scoring is "
+            "shared already",
+            "use false",
+        )
     for name, stock in (
         ("context_parallel_load_balancer", "headtail"),
         ("context_parallel_ptrr_mask_key", None),

@@ -42,8 +42,8 @@ class ContextParallel(Component):
     name = "context_parallel"
     summary = "documents of a batch cut over ranks; KDA exchanges states, sparse attention latents"
     source = (
-        "DeepSpeed Ulysses, arXiv 2309.14509 (heads); state passing and gathered latents are this "
-        "project's"
+        "DeepSpeed Ulysses, arXiv 2309.14509 (heads); states as flash-linear-attention passes "
+        "them; gathered latents as prime-rl gathers them"
     )
     scalars = {
         f"context/{mixer}_{direction}_mib": (
