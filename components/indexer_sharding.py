@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from components.core.recipe import Recipe
     from components.titan.trainer import RecipeTrainer
 
-_MESHES = {"tp": "tensor_parallel_degree", "cp": "context_parallel_degree"}
-"""Meshes whose ranks may hold the same queries, and the key of each one's size."""
+_DEGREE = "parallelism.tensor_parallel_degree"
+"""Tensor ranks hold the same queries; context ranks do not."""
 
 
 class IndexerSharding(Component):
@@ -53,11 +53,10 @@ class IndexerSharding(Component):
                 "true needs a model with sparse attention; this one has no indexer",
                 "use model=glm_flash, put a dsa layer into model.layer_types, or leave it out",
             )
-        elif all(getattr(parallel, key) == 1 for key in _MESHES.values()):
-            keys = " and ".join(f"parallelism.{key}" for key in _MESHES.values())
+        elif parallel.tensor_parallel_degree == 1:
             yield Problem(
                 f"{self.path}.enabled",
-                f"true has no effect: no two ranks hold the same queries where {keys} are 1, and "
+                f"true has no effect: no two ranks hold the same queries where {_DEGREE} is 1, and "
                 "this model is not split over such ranks yet",
                 f"{self.path}.enabled=false",
             )
@@ -83,16 +82,14 @@ def _connecting(parallelize: ParallelizeFn) -> ParallelizeFn:
         model: nn.Module, *, parallel_dims: ParallelDims, **others: Any
     ) -> nn.Module:
         """Tell selectors their ranks, whatever wraps them afterwards."""
-        meshes = [parallel_dims.get_optional_mesh(name) for name in _MESHES]
-        groups = [mesh.get_group() for mesh in meshes if mesh is not None]
-        if len(groups) != 1:
+        mesh = parallel_dims.get_optional_mesh("tp")
+        if mesh is None:
             raise ValueError(
-                f"components.indexer_sharding.enabled: true shares scoring over one mesh, and "
-                f"{len(groups)} of {', '.join(_MESHES)} are there; legal: one of "
-                f"{', '.join(f'parallelism.{key}' for key in _MESHES.values())} above 1"
+                "components.indexer_sharding.enabled: true shares scoring over tensor ranks, and "
+                f"{_DEGREE} is 1; legal: 2 or more"
             )
         for selector in _selectors([model]):
-            selector.group = groups[0]
+            selector.group = mesh.get_group()
         return parallelize(model, parallel_dims=parallel_dims, **others)
 
     return parallelize_and_connect

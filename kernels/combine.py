@@ -19,21 +19,15 @@ def weighted_sum_reference(
 
 
 class _WeightedSum(torch.autograd.Function):
-    """One pass per expert of a token, a block of tokens at a time."""
+    """One pass over all rows on a GPU; elsewhere a block of tokens at a time."""
 
     @staticmethod
     def forward(
         ctx: Any, rows: torch.Tensor, place: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
         ctx.save_for_backward(rows, place, weights)
-        wide = accumulation_dtype(rows.dtype)
         out = rows.new_empty(place.shape[0], rows.shape[1])
-        for block in row_blocks(*out.shape):
-            total = torch.zeros_like(out[block], dtype=wide)
-            for k in range(place.shape[1]):
-                picked, weight = rows[place[block, k]].to(wide), weights[block, k, None].to(wide)
-                total.addcmul_(picked, weight)
-            out[block] = total
+        sum_places(rows, place, weights, out)
         return out
 
     @staticmethod

@@ -89,7 +89,8 @@ class SplitPlan:
         model, e, whole = self.model, self.element_size, self.tokens * self.ranks
         if mixer == "dsa":
             keys = whole // model.index_kpool * model.index_head_dim * 2 * e
-            return whole * model.kv_lora_rank * (2 * e + 2 * _FLOAT32) + keys
+            # The last: plain and dense attention, and what kernels round for themselves.
+            return whole * model.kv_lora_rank * (2 * e + 2 * _FLOAT32 + _FLOAT32) + keys
         width = model.kda_heads * model.kda_head_dim
         match self.methods[mixer]:
             case "hidden":

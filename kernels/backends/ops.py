@@ -1,11 +1,11 @@
 """The operations that have several implementations, and what each implementation must offer.
 
 To offer another: write a ``Backend`` whose ``load`` returns what the operation's protocol asks for,
-and ``add`` it. The name then becomes legal under the operation's configuration key.
+``add`` it, and give its name a place among the settings (``SparseMlaKernel``, ``IndexerKernel``)
+and in the tables of ``components.models.glm_flash.sparse_kernels``.
 """
 
 import importlib
-import importlib.util
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, Protocol
@@ -131,22 +131,17 @@ def _indexer() -> IndexerKernels:
     return importlib.import_module("kernels.indexer.op")
 
 
-def kernel(
-    package: str, gpus: Gpus, where: str, load: Callable[[], Any], limits: Limits
-) -> Backend:
+def kernel(package: str, gpus: Gpus, load: Callable[[], Any], limits: Limits) -> Backend:
     """A backend that "auto" takes where it runs.
 
     Args:
         package: that it is written in, "tilelang" or "triton"; its name in recipes.
         gpus: that it runs on.
-        where: this project's package of the kernel.
         load, limits: see ``Backend`` and ``Limits``.
     """
 
     def why_not(device: str, shape: Shape) -> str | None:
         reason = machine.why_not(package, device, gpus, shape)
-        if reason is None and importlib.util.find_spec(where) is None:
-            reason = f"this version comes without {where}"
         return reason or limits(shape)
 
     return Backend(name=package, load=load, why_not=why_not, automatic=True)
@@ -155,8 +150,6 @@ def kernel(
 SPARSE_MLA = Operation("sparse_mla", "model.sparse_mla_kernel")
 INDEXER = Operation("indexer", "model.indexer_kernel")
 
-SPARSE_MLA.add(
-    kernel("tilelang", machine.HOPPER, "kernels.sparse_mla", _sparse_mla, _sparse_mla_limits)
-)
+SPARSE_MLA.add(kernel("tilelang", machine.HOPPER, _sparse_mla, _sparse_mla_limits))
 SPARSE_MLA.add(Backend("dense", lambda: importlib.import_module("kernels.dsa.dense")))
-INDEXER.add(kernel("triton", machine.AMPERE_ON, "kernels.indexer", _indexer, _indexer_limits))
+INDEXER.add(kernel("triton", machine.AMPERE_ON, _indexer, _indexer_limits))

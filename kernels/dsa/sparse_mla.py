@@ -208,8 +208,14 @@ def run_backward(
     scale: float,
     backend: str,
     chunk_bytes: int,
+    *,
+    round_latent: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The operation's backward; ``mixed`` and ``lse`` are empty if forward kept nothing."""
+    """The operation's backward; ``mixed`` and ``lse`` are empty if forward kept nothing.
+
+    Args:
+        round_latent: False: the gradient of the latents stays in full precision.
+    """
     kernels, maps, low = _kernels(backend), _Maps(kv_b, q), latent.to(q.dtype)
     forward = SPARSE_MLA.guard(backend, kernels.forward)
     backward = SPARSE_MLA.guard(backend, kernels.backward)
@@ -237,7 +243,8 @@ def run_backward(
         torch.bmm(grad_absorbed.transpose(0, 1), maps.key.mT, out=grad_q[rows].transpose(0, 1))
         del grad_absorbed
     # As new tensors, whatever the dtypes: an operation returns none that it was given.
-    return grad_q, grad_latent.to(latent.dtype), grad_maps.view(kv_b.shape).to(kv_b.dtype)
+    grad_latent = grad_latent.to(latent.dtype) if round_latent else grad_latent
+    return grad_q, grad_latent, grad_maps.view(kv_b.shape).to(kv_b.dtype)
 
 
 @_backward.register_fake

@@ -102,9 +102,9 @@ def test_the_check_says_what_ranks_send_and_hold() -> None:
     # 1,088 bytes of latents and pooled keys for each token, to 31 ranks.
     assert f"dsa gathered: {1088 * 32768 * 31 / 2**20:,.1f} MiB forward" in text
     assert "what a dsa layer exchanges with context ranks" in text
-    # Latents of 1M tokens as they arrived and in order, their gradients in float32; index keys.
+    # Latents of 1M tokens as they arrived, in order and in float32, their gradients; index keys.
     held = SplitPlan.of(recipe()).exchanged("dsa")
-    assert held == 2**20 * (512 * (2 * 2 + 2 * 4) + 128 // 4 * 2 * 2)
+    assert held == 2**20 * (512 * (2 * 2 + 3 * 4) + 128 // 4 * 2 * 2)
     assert "traffic" not in summarise(recipe(name="quickstart"), Target("cpu", 1))
 
 

@@ -11,7 +11,7 @@ from components.models.glm_flash.indexer import IndexerInputs, PoolSelector
 from components.models.glm_flash.mla import SparseMlaCore
 from components.models.settings import KernelChoice
 from kernels.backends.ops import INDEXER, SPARSE_MLA, IndexerKernels
-from kernels.backends.registry import ITEMSIZE, Choice
+from kernels.backends.registry import ITEMSIZE, REFERENCE, Choice
 from kernels.dsa import dense, sparse_mla
 from kernels.precision import accumulation_dtype
 
@@ -63,10 +63,9 @@ class KernelSparseMlaCore(SparseMlaCore):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """See ``SparseMlaCore.gradients``."""
         settings, nothing = self.config, q.new_empty(0)
-        wide = latent.to(accumulation_dtype(latent.dtype))
         return sparse_mla.run_backward(
-            grad_out, q, wide, kv_b, pools, position, start, nothing, nothing, settings.kpool,
-            settings.scale, settings.backend, settings.chunk_bytes,
+            grad_out, q, latent, kv_b, pools, position, start, nothing, nothing, settings.kpool,
+            settings.scale, settings.backend, settings.chunk_bytes, round_latent=False,
         )  # fmt: skip
 
 
@@ -195,8 +194,8 @@ def choose_sparse_kernels(model: "GlmFlashModel", device: str, itemsize: int) ->
         return KernelChoice()
     attention = choose_sparse_mla(model, device, itemsize)
     indexer = choose_indexer(model, device, itemsize)
-    factories = _SPARSE_MLA.get(attention.backend), _INDEXER.get(indexer.backend)
+    chosen = (_SPARSE_MLA, attention.backend), (_INDEXER, indexer.backend)
     return KernelChoice(
-        overrides=tuple(factory for factory in factories if factory is not None),
+        overrides=tuple(table[name] for table, name in chosen if name != REFERENCE),
         notes=(attention.note, indexer.note),
     )
