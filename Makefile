@@ -101,8 +101,9 @@ bench: environment ## measure NAME against its floor and its peers (no NAME: lis
 tune: environment ## measure fla's kernels on this GPU and write kernels/tuned/fla_<gpu>.json
 	$(_plain)@exec $(PY) -m kernels.tuned
 
+# A module's tests run on one worker: many share a fixture that trains for half a minute.
 test: environment ## all tests but the slow (ARGS="-k 'one or two'" for pytest, JOBS=2 at a time)
-	$(_plain)@exec $(PY) -m pytest -m "not slow" $(if $(filter-out 0 1,$(JOBS)),-n $(JOBS) --dist loadgroup) $(ARGS)
+	$(_plain)@exec $(PY) -m pytest -m "not slow" $(if $(filter-out 0 1,$(JOBS)),-n $(JOBS) --dist loadscope) $(ARGS)
 
 lint: environment ## ruff (rules and format) and mypy
 	$(_plain)@$(PY) -m ruff check . && $(PY) -m ruff format --check . && $(PY) -m mypy
