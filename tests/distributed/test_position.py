@@ -11,7 +11,7 @@ from tests.distributed.spawn import run_ranks
 from tests.distributed.test_parity import train_and_keep_gradients
 from tests.training import losses, small_overrides, train, write_corpus
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 
 def overrides(corpus: str, seed: str) -> list[str]:

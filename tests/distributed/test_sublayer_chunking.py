@@ -49,7 +49,7 @@ def single(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return single_run(tmp_path_factory.mktemp("glm_chunks"), starve_rank_1=False)
 
 
-QUICK = ("fsdp2", "fsdp2_ep2_recompute")
+QUICK = ("fsdp2_ep2_recompute",)
 
 
 @pytest.mark.parametrize(
