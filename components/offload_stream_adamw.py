@@ -10,6 +10,7 @@ from torchtitan.distributed import ParallelDims
 
 from components.core.base import Component, MemoryTerm, Target
 from components.core.problems import Problem
+from components.core.sizes import FLOAT32
 from components.core.units import Count
 from components.models.counts import count_parameters
 from components.offload.accountant import GIB, gib
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
 
 LARGEST = 2**20
 """GiB; no machine has a PiB of memory."""
-
-FLOAT32 = 4
 
 SKIPPED = "optimizer/skipped_steps"
 

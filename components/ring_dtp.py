@@ -10,7 +10,7 @@ from torchtitan.distributed import ParallelDims
 
 from components.core.base import Component, MemoryTerm, Target
 from components.core.problems import Problem, divisors, nearest_multiples
-from components.core.sizes import local_tokens
+from components.core.sizes import FLOAT32, local_tokens
 from components.core.units import Tokens
 from components.titan.head import keep_head_sharded
 from components.titan.plan import RunPlan
@@ -23,8 +23,6 @@ from components.vocabulary.strips import strip_bytes
 if TYPE_CHECKING:
     from components.core.recipe import Recipe
     from components.titan.trainer import RecipeTrainer
-
-_FLOAT32 = 4
 
 
 class RingDtp(Component):
@@ -190,7 +188,7 @@ class Sizes:
 
     @property
     def _wide_row(self) -> int:
-        return self.width * _FLOAT32
+        return self.width * FLOAT32
 
     def schedule(self, schedule: Schedule) -> int:
         """A strip, what is on its way between ranks, and the gradient of the hidden states."""

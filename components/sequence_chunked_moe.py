@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from components.core.base import Component, MemoryTerm, Target
 from components.core.problems import Problem
+from components.core.sizes import FLOAT32
 from components.core.units import Tokens
 from components.expert_dispatch.experts import chunked_experts
 from components.expert_dispatch.partition import ChunkRule, Membership
@@ -14,9 +15,6 @@ from components.titan.plan import RunPlan
 
 if TYPE_CHECKING:
     from components.core.recipe import Recipe
-
-_FLOAT32 = 4
-"""Bytes of a number of the sums of gradients."""
 
 
 class SequenceChunkedMoE(Component):
@@ -126,7 +124,7 @@ class SequenceChunkedMoE(Component):
         layer's gradients."""
         sizes = {
             "outputs of routed experts, kept for recomputed layers": kept_bytes(recipe),
-            "float32 sums of one layer's expert gradients, in its backward": _FLOAT32
+            "float32 sums of one layer's expert gradients, in its backward": FLOAT32
             * expert_parameters(recipe),
         }
         return [MemoryTerm(name, size) for name, size in sizes.items() if size]

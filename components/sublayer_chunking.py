@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from components.core.base import Component, MemoryTerm, Target
 from components.core.problems import Problem, nearest_multiples
-from components.core.sizes import local_tokens
+from components.core.sizes import FLOAT32, local_tokens
 from components.core.units import Tokens
 from components.models.glm_flash.chunked.overrides import (
     chunked_dsa,
@@ -28,9 +28,6 @@ if TYPE_CHECKING:
 
 _UNIT = 64
 """Tokens that KDA's kernels compute together."""
-
-_FLOAT32 = 4
-"""Bytes of a number of KDA's states."""
 
 _FACTORIES = {
     "kda": chunked_kda,
@@ -142,7 +139,7 @@ class SublayerChunking(Component):
             for layer in range(model.n_layers)
         )
         cuts = (tokens - 1) // self.config.chunk_tokens
-        state = model.kda_heads * model.kda_head_dim**2 * _FLOAT32
+        state = model.kda_heads * model.kda_head_dim**2 * FLOAT32
         sizes = {
             "outputs of chunked parts, kept for recomputed layers": (parts * output_bytes(recipe)),
             "states of KDA between chunks, kept for backward": wanted["kda"] * cuts * state,

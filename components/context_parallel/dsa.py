@@ -103,7 +103,7 @@ class _GatheredAttention(torch.autograd.Function):
         ctx.share, ctx.core = share, core
         q, latent, kv_b, pools = tensors
         whole = collect(latent, share.layout.order, share.link, "dsa.latent")
-        return core.attend(q, whole, kv_b, pools, share.position, share.start, False)
+        return core.attend(q, whole, kv_b, (pools, share.position, share.start), False)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -114,7 +114,7 @@ class _GatheredAttention(torch.autograd.Function):
         whole = collect(latent, order, link, "dsa.latent", "backward")
         place = pools, share.position, share.start
         grad_q, grad_latent, grad_kv_b = ctx.core.gradients(
-            grad_out.contiguous(), q, whole, kv_b, *place
+            grad_out.contiguous(), q, whole, kv_b, place
         )
         mine = sum_shares(grad_latent, order, link, "dsa.latent_gradient")
         return None, None, grad_q, mine.to(latent.dtype), grad_kv_b, None

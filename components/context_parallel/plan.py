@@ -5,13 +5,11 @@ from typing import TYPE_CHECKING
 
 from components.context_parallel.layout import Kind, Layout, cut_batch
 from components.context_parallel.volume import Volume, dsa_volume, kda_volume, usual_exchange
-from components.core.sizes import compute_itemsize, mean_tokens
+from components.core.sizes import FLOAT32, compute_itemsize, mean_tokens
 from components.models.glm_flash.settings import GlmFlashModel
 
 if TYPE_CHECKING:
     from components.core.recipe import Recipe
-
-_FLOAT32 = 4
 
 
 @dataclass(frozen=True)
@@ -90,15 +88,15 @@ class SplitPlan:
         if mixer == "dsa":
             keys = whole // model.index_kpool * model.index_head_dim * 2 * e
             # The last: plain and dense attention, and what kernels round for themselves.
-            return whole * model.kv_lora_rank * (2 * e + 2 * _FLOAT32 + _FLOAT32) + keys
+            return whole * model.kv_lora_rank * (2 * e + 2 * FLOAT32 + FLOAT32) + keys
         width = model.kda_heads * model.kda_head_dim
         match self.methods[mixer]:
             case "hidden":
                 low = whole * (model.kda_head_dim + model.kda_heads) * e
-                return whole * model.dim * max(3 * e, e + 2 * _FLOAT32) + low
+                return whole * model.dim * max(3 * e, e + 2 * FLOAT32) + low
             case "projections":
                 return 3 * self.tokens * (4 * width + model.kda_heads) * e
-        states = 2 * self.ranks * model.kda_heads * model.kda_head_dim**2 * 2 * _FLOAT32
+        states = 2 * self.ranks * model.kda_heads * model.kda_head_dim**2 * 2 * FLOAT32
         return 2 * states + self.tokens * 5 * width * e
 
 

@@ -7,7 +7,8 @@ from torchtitan.config import TORCH_DTYPE_MAP
 if TYPE_CHECKING:
     from components.core.recipe import Recipe
 
-_FLOAT32 = 4
+FLOAT32 = 4
+"""Bytes of a number."""
 
 
 def mean_tokens(recipe: "Recipe") -> int:
@@ -39,4 +40,4 @@ def logits(recipe: "Recipe") -> int:
     gradient in float32."""
     chunked = recipe.components.chunked_loss
     tokens = local_tokens(recipe) // (chunked.num_chunks if chunked.enabled else 1)
-    return tokens * recipe.model.vocab_size * (compute_itemsize(recipe) + 2 * _FLOAT32)
+    return tokens * recipe.model.vocab_size * (compute_itemsize(recipe) + 2 * FLOAT32)

@@ -9,7 +9,7 @@ from torchtitan.models.common.moe import GroupedExperts, MoE, TokenChoiceTopKRou
 
 from components.core.base import Component, MemoryTerm, Target
 from components.core.problems import Problem
-from components.core.sizes import compute_itemsize
+from components.core.sizes import FLOAT32, compute_itemsize
 from components.expert_dispatch.balanced_experts import BalancedRoutedExperts
 from components.expert_dispatch.cut import cut_of
 from components.expert_dispatch.layer_plan import PlanRule
@@ -21,9 +21,6 @@ from components.titan.experts import parts_of
 if TYPE_CHECKING:
     from components.core.recipe import Recipe
     from components.titan.trainer import RecipeTrainer
-
-_FLOAT32 = 4
-"""Bytes of a number of the sums of gradients."""
 
 _MATRICES = 3
 """Of an expert, all of one size."""
@@ -139,9 +136,9 @@ class PlannedExperts(Component):
         experts on 64 ranks; on fewer ranks 0.9 was the most.
         """
         weights = expert_parameters(recipe)
-        size = _FLOAT32 if self.config.sums_are_float32() else compute_itemsize(recipe)
+        size = FLOAT32 if self.config.sums_are_float32() else compute_itemsize(recipe)
         # Two rounds of gradients on their way home, of a matrix each; no rank both lends and helps.
-        sums = 2 * weights * size + 2 * _FLOAT32 * (weights // _MATRICES)
+        sums = 2 * weights * size + 2 * FLOAT32 * (weights // _MATRICES)
         found = [
             MemoryTerm("outputs of routed experts, kept for recomputed layers", kept_bytes(recipe)),
             MemoryTerm(

@@ -188,10 +188,11 @@ def _backward(
     chunk_bytes: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of q, latent and kv_b, in their dtypes."""
-    return run_backward(
+    grad_q, grad_latent, grad_kv_b = run_backward(
         grad_out, q, latent, kv_b, pools, position, start, mixed, lse, size, scale, backend,
         chunk_bytes,
     )  # fmt: skip
+    return grad_q, grad_latent.to(latent.dtype), grad_kv_b
 
 
 def run_backward(
@@ -208,13 +209,10 @@ def run_backward(
     scale: float,
     backend: str,
     chunk_bytes: int,
-    *,
-    round_latent: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The operation's backward; ``mixed`` and ``lse`` are empty if forward kept nothing.
 
-    Args:
-        round_latent: False: the gradient of the latents stays in full precision.
+    The gradient of the latents is not rounded: for sums over ranks.
     """
     kernels, maps, low = _kernels(backend), _Maps(kv_b, q), latent.to(q.dtype)
     forward = SPARSE_MLA.guard(backend, kernels.forward)
@@ -243,7 +241,6 @@ def run_backward(
         torch.bmm(grad_absorbed.transpose(0, 1), maps.key.mT, out=grad_q[rows].transpose(0, 1))
         del grad_absorbed
     # As new tensors, whatever the dtypes: an operation returns none that it was given.
-    grad_latent = grad_latent.to(latent.dtype) if round_latent else grad_latent
     return grad_q, grad_latent, grad_maps.view(kv_b.shape).to(kv_b.dtype)
 
 

@@ -5,6 +5,7 @@ from typing import Literal
 
 import torch
 
+from kernels.backends.machine import AMPERE_ON
 from kernels.dsa.pooling import Pools
 from kernels.indexer import naive
 from kernels.indexer.windows import CAP_BYTES, Window, plan
@@ -29,7 +30,7 @@ def refusal(queries: torch.Tensor, count: int) -> str | None:
     heads, dim = queries.shape[1:]
     if not queries.is_cuda:
         return f"they run on CUDA only, and queries are on {queries.device}"
-    if torch.cuda.get_device_capability(queries.device) < (8, 0):
+    if not AMPERE_ON.take(torch.cuda.get_device_capability(queries.device)):
         return "they want a GPU of compute capability 8.0 or newer"
     if importlib.util.find_spec("triton") is None:
         return "the package triton is not installed"

@@ -4,6 +4,7 @@ from typing import Protocol
 
 import torch
 
+from kernels.backends.machine import HOPPER
 from kernels.indexer import triton_topk
 from kernels.indexer.windows import Window, Workspace, workspaces
 
@@ -26,7 +27,7 @@ class WriteScores(Protocol):
 
 def writer(device: torch.device) -> WriteScores:
     """The kernel that suits a CUDA device."""
-    if torch.cuda.get_device_capability(device) == (9, 0):
+    if HOPPER.take(torch.cuda.get_device_capability(device)):
         from kernels.indexer import gluon_scores
 
         return gluon_scores.write_scores

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from kernels.backends.machine import HOPPER
 from kernels.sparse_mla.shape import Shape
 
 TARGET = {"kind": "cuda", "arch": "sm_90a"}
@@ -70,7 +71,7 @@ def check_device(q: torch.Tensor) -> None:
             "the torch backend runs anywhere"
         )
     capability = torch.cuda.get_device_capability(q.device)
-    if capability != (9, 0):
+    if not HOPPER.take(capability):
         raise RuntimeError(
             f"sparse_mla: {torch.cuda.get_device_name(q.device)} has compute capability "
             f"{capability}, the TileLang kernels need (9, 0); the torch backend runs anywhere"

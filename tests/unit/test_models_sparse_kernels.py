@@ -199,9 +199,9 @@ def test_gradients_for_callers_without_a_graph_are_those_of_the_graph(
     q, latent = make(8, heads, 8), make(tokens, rank)
     kv_b = make(heads * 16, rank)
     leaves = [tensor.requires_grad_() for tensor in (q, latent, kv_b)]
-    out = core.attend(*leaves, *place, False)
+    out = core.attend(*leaves, place, False)
     grad_out = torch.randn_like(out)
     wanted = torch.autograd.grad(out, leaves, grad_out)
-    found = core.gradients(grad_out, *(leaf.detach() for leaf in leaves), *place)
+    found = core.gradients(grad_out, *(leaf.detach() for leaf in leaves), place)
     for got, expected in zip(found, wanted, strict=True):
         torch.testing.assert_close(got, expected)

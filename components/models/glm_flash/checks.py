@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from components.core.problems import divisors, nearest_multiples, shown
+from components.core.sizes import FLOAT32
 from components.models.ranges import below, not_positive, uneven_expert_widths
 from components.models.settings import Finding
 
@@ -28,7 +29,6 @@ _ABOVE_ZERO = ("route_scale", "swiglu_limit", "hc_eps", "norm_eps", "init_std")
 _STRONGEST_DECAY = -5.0
 # Of a query in the latent, in backward: absorbed, attended, and the gradients of both.
 _TENSORS = 4
-_FLOAT32 = 4
 # A group is ranked by the sum of its best two scores.
 _SMALLEST_GROUP = 2
 
@@ -154,7 +154,7 @@ def _indexer(model: "GlmFlashModel") -> Iterator[Finding]:
 
 
 def _chunk(model: "GlmFlashModel") -> Iterator[Finding]:
-    least = _TENSORS * model.n_heads * model.kv_lora_rank * _FLOAT32
+    least = _TENSORS * model.n_heads * model.kv_lora_rank * FLOAT32
     if model.sparse_mla_chunk < least:
         message = f"{model.sparse_mla_chunk} bytes do not hold one query; legal: {least} or more"
         yield "model.sparse_mla_chunk", message

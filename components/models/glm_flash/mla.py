@@ -16,6 +16,9 @@ from components.models.glm_flash.indexer_loss import IndexerLoss
 from components.recompute.tape import choice
 from kernels.dsa.plain import attend_backward, sparse_mla
 
+Place = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Of queries: pools, position and start; see ``kernels.dsa.plain.sparse_mla``."""
+
 
 class SparseMlaCore(Module):
     """Softmax attention of every query over its chosen tokens. No parameters."""
@@ -56,20 +59,17 @@ class SparseMlaCore(Module):
             (T, heads, v_head_dim) in the dtype of ``q``.
         """
         place = pools, documents.position, documents.start
-        return self.attend(q, latent, kv_b, *place, transient)
+        return self.attend(q, latent, kv_b, place, transient)
 
     def attend(
         self,
         q: torch.Tensor,
         latent: torch.Tensor,
         kv_b: torch.Tensor,
-        pools: torch.Tensor,
-        position: torch.Tensor,
-        start: torch.Tensor,
+        place: Place,
         transient: bool,
     ) -> torch.Tensor:
         """See ``forward`` and ``kernels.dsa.plain.sparse_mla``."""
-        place = pools, position, start
         size, scale = self.config.kpool, self.config.scale
         return sparse_mla(q, latent, kv_b, *place, size=size, scale=scale)
 
@@ -79,16 +79,14 @@ class SparseMlaCore(Module):
         q: torch.Tensor,
         latent: torch.Tensor,
         kv_b: torch.Tensor,
-        pools: torch.Tensor,
-        position: torch.Tensor,
-        start: torch.Tensor,
+        place: Place,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Gradients of ``attend``'s q, latent and kv_b, for callers that keep no graph of it.
 
         That of the latent is not rounded: float32 (float64 for float64), for sums over ranks.
         """
-        given, place = (grad_out, q, latent, kv_b), (pools, position, start)
-        return attend_backward(*given, *place, size=self.config.kpool, scale=self.config.scale)
+        size, scale = self.config.kpool, self.config.scale
+        return attend_backward(grad_out, q, latent, kv_b, *place, size=size, scale=scale)
 
 
 class SparseMLA(Module):

@@ -8,7 +8,7 @@ from torchtitan.config import derive, override
 
 from components.models.glm_flash.documents import Documents
 from components.models.glm_flash.indexer import IndexerInputs, PoolSelector
-from components.models.glm_flash.mla import SparseMlaCore
+from components.models.glm_flash.mla import Place, SparseMlaCore
 from components.models.settings import KernelChoice
 from kernels.backends.ops import INDEXER, SPARSE_MLA, IndexerKernels
 from kernels.backends.registry import ITEMSIZE, REFERENCE, Choice
@@ -39,13 +39,11 @@ class KernelSparseMlaCore(SparseMlaCore):
         q: torch.Tensor,
         latent: torch.Tensor,
         kv_b: torch.Tensor,
-        pools: torch.Tensor,
-        position: torch.Tensor,
-        start: torch.Tensor,
+        place: Place,
         transient: bool,
     ) -> torch.Tensor:
         """See ``kernels.dsa.sparse_mla.sparse_mla``."""
-        settings, place = self.config, (pools, position, start)
+        settings = self.config
         return sparse_mla.sparse_mla(
             q, latent, kv_b, *place, size=settings.kpool, scale=settings.scale,
             backend=settings.backend, chunk_bytes=settings.chunk_bytes, keep=transient,
@@ -57,15 +55,13 @@ class KernelSparseMlaCore(SparseMlaCore):
         q: torch.Tensor,
         latent: torch.Tensor,
         kv_b: torch.Tensor,
-        pools: torch.Tensor,
-        position: torch.Tensor,
-        start: torch.Tensor,
+        place: Place,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """See ``SparseMlaCore.gradients``."""
         settings, nothing = self.config, q.new_empty(0)
         return sparse_mla.run_backward(
-            grad_out, q, latent, kv_b, pools, position, start, nothing, nothing, settings.kpool,
-            settings.scale, settings.backend, settings.chunk_bytes, round_latent=False,
+            grad_out, q, latent, kv_b, *place, nothing, nothing, settings.kpool, settings.scale,
+            settings.backend, settings.chunk_bytes,
         )  # fmt: skip
 
 
@@ -81,13 +77,11 @@ class DenseSparseMlaCore(SparseMlaCore):
         q: torch.Tensor,
         latent: torch.Tensor,
         kv_b: torch.Tensor,
-        pools: torch.Tensor,
-        position: torch.Tensor,
-        start: torch.Tensor,
+        place: Place,
         transient: bool,
     ) -> torch.Tensor:
         """See ``kernels.dsa.dense.sparse_mla``."""
-        settings, place = self.config, (pools, position, start)
+        settings = self.config
         return dense.sparse_mla(
             q, latent, kv_b, *place, size=settings.kpool, scale=settings.scale,
             chunk_bytes=settings.chunk_bytes,
@@ -99,17 +93,14 @@ class DenseSparseMlaCore(SparseMlaCore):
         q: torch.Tensor,
         latent: torch.Tensor,
         kv_b: torch.Tensor,
-        pools: torch.Tensor,
-        position: torch.Tensor,
-        start: torch.Tensor,
+        place: Place,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """See ``SparseMlaCore.gradients``."""
         wide = latent.to(accumulation_dtype(latent.dtype))
-        leaves = tuple(tensor.detach().requires_grad_() for tensor in (q, wide, kv_b))
-        some_q, some_latent, some_kv_b = leaves
+        q, wide, kv_b = (tensor.detach().requires_grad_() for tensor in (q, wide, kv_b))
         with torch.enable_grad():
-            out = self.attend(some_q, some_latent, some_kv_b, pools, position, start, True)
-        of_q, of_latent, of_kv_b = torch.autograd.grad(out, leaves, grad_out)
+            out = self.attend(q, wide, kv_b, place, True)
+        of_q, of_latent, of_kv_b = torch.autograd.grad(out, (q, wide, kv_b), grad_out)
         return of_q, of_latent, of_kv_b
 
 

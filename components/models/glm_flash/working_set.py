@@ -44,7 +44,7 @@ sends as the plan lets it; a chunk on its way adds its tokens and gradients of o
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
-from components.core.sizes import compute_itemsize, local_tokens
+from components.core.sizes import FLOAT32, compute_itemsize, local_tokens
 from components.expert_dispatch.cut import cut_of
 from components.models.glm_flash.saved_bytes import (
     Form,
@@ -63,8 +63,6 @@ from kernels.kda.chunks import CHUNK
 if TYPE_CHECKING:
     from components.core.recipe import Recipe
     from components.models.glm_flash.settings import GlmFlashModel
-
-_FLOAT32 = 4
 
 
 def form_of(model: "GlmFlashModel", recipe: "Recipe", device: str) -> Form:
@@ -129,7 +127,7 @@ class _Layer:
                 kept += writing
                 most = max(most, kept + self._temporary("writes", self.tokens) + 2 * boundary)
         n = self.model.hc_mult
-        small = self.tokens * _FLOAT32 * (n * n + 2 * n)
+        small = self.tokens * FLOAT32 * (n * n + 2 * n)
         return most + small + self._blocks()
 
     def _parts(self) -> dict[str, int]:
@@ -163,21 +161,21 @@ class _Layer:
             return rows
         if self.kda:
             cuts = (self.tokens - 1) // self.piece
-            return rows + cuts * model.kda_heads * model.kda_head_dim**2 * _FLOAT32
+            return rows + cuts * model.kda_heads * model.kda_head_dim**2 * FLOAT32
         pools = min(model.index_topk, self.tokens) // model.index_kpool
         return rows + self.tokens * 4 * pools
 
     def _latents(self) -> int:
         """Keys of all tokens, before and after their norm, and their gradients."""
         model, e = self.model, self.form.itemsize
-        return self.tokens * model.kv_lora_rank * (4 * e + 2 * _FLOAT32)
+        return self.tokens * model.kv_lora_rank * (4 * e + 2 * FLOAT32)
 
     def _blocks(self) -> int:
         """Temporary tensors of trimmed sites."""
         widest = self.tokens * max(
             self.model.hc_mult * self.model.dim, self.model.kda_heads * self.model.kda_head_dim
         )
-        return 8 * _FLOAT32 * min(row_blocks.ELEMENTS, widest) if self.form.trimmed else 0
+        return 8 * FLOAT32 * min(row_blocks.ELEMENTS, widest) if self.form.trimmed else 0
 
     def _temporary(self, part: str, tokens: int) -> int:
         of_part = {
@@ -189,14 +187,14 @@ class _Layer:
             return of_part[part](tokens) + 2 * tokens * self.model.dim * self.form.itemsize
         if "norm" in part:
             trimmed = "rms_norm" in self.form.trimmed
-            return 0 if trimmed else 3 * _FLOAT32 * tokens * self.model.dim
+            return 0 if trimmed else 3 * FLOAT32 * tokens * self.model.dim
         n, dim = self.model.hc_mult, self.model.dim
         if part == "writes":
             plain = 0 if "hyper_connections" in self.form.trimmed else 2 * n * dim
             return tokens * (dim + plain) * self.form.itemsize
         if "hyper_connections" in self.form.trimmed:
-            return tokens * 2 * self.model.hc_sinkhorn_iters * _FLOAT32 * (n * n + n)
-        return tokens * 4 * _FLOAT32 * n * dim
+            return tokens * 2 * self.model.hc_sinkhorn_iters * FLOAT32 * (n * n + n)
+        return tokens * 4 * FLOAT32 * n * dim
 
     def _kda(self, tokens: int) -> int:
         model, e = self.model, self.form.itemsize
@@ -204,33 +202,33 @@ class _Layer:
         width = heads * d
         gradients = tokens * 9 * width * e
         if "rms_norm" not in self.form.trimmed:
-            gradients += tokens * 3 * width * _FLOAT32
+            gradients += tokens * 3 * width * FLOAT32
         if self.form.fla:
             row = 28 * width + 7 * width * e + width * d * e // 32 + 512 * heads
             return gradients + tokens * row
         together = min(tokens, SEGMENT * CHUNK)
-        return gradients + together * width * _FLOAT32 * (40 + 6 * -(-d // CHUNK))
+        return gradients + together * width * FLOAT32 * (40 + 6 * -(-d // CHUNK))
 
     def _dsa(self, tokens: int) -> int:
         model, e = self.model, self.form.itemsize
         queries, values = model.n_heads * model.qk_head_dim, model.n_heads * model.v_head_dim
         row = e * (queries + values + 2 * model.q_lora_rank + 2 * model.kv_lora_rank)
-        maps = 4 * _FLOAT32 * (queries + values) * model.kv_lora_rank
+        maps = 4 * FLOAT32 * (queries + values) * model.kv_lora_rank
         chunks = {
             "torch": 2 * absorbed.CHUNK_BYTES,
-            "dense": model.sparse_mla_chunk + self.tokens * (queries + values) * (2 * e + _FLOAT32),
+            "dense": model.sparse_mla_chunk + self.tokens * (queries + values) * (2 * e + FLOAT32),
         }
-        latents = self.tokens * model.kv_lora_rank * (e + _FLOAT32)
+        latents = self.tokens * model.kv_lora_rank * (e + FLOAT32)
         kernel = model.sparse_mla_chunk + latents
         chunk = chunks.get(self.form.sparse_mla, kernel)
-        return tokens * (row + 2 * _FLOAT32 * model.kv_lora_rank) + chunk + maps
+        return tokens * (row + 2 * FLOAT32 * model.kv_lora_rank) + chunk + maps
 
     def _kept_by_kernel(self) -> int:
         """Latent outputs and LSE of a piece."""
         if self.form.sparse_mla in ("torch", "dense"):
             return 0
         model = self.model
-        row = model.n_heads * (model.kv_lora_rank * self.form.itemsize + _FLOAT32)
+        row = model.n_heads * (model.kv_lora_rank * self.form.itemsize + FLOAT32)
         return self.piece * row
 
     def _dense(self, tokens: int) -> int:
@@ -246,7 +244,7 @@ class _Layer:
         if "swiglu" not in self.form.trimmed:
             row += 3 * inner * e
         if "expert_combine" not in self.form.trimmed:
-            row = max(row, 2 * outer * _FLOAT32)
+            row = max(row, 2 * outer * FLOAT32)
         return tokens * row
 
     def _routing(self, tokens: int) -> int:
@@ -254,7 +252,7 @@ class _Layer:
         model = self.model
         assert model.n_experts is not None
         copies = 0 if "router" in self.form.trimmed else 2 * model.dim
-        return tokens * _FLOAT32 * (model.n_experts + 2 * model.top_k + copies)
+        return tokens * FLOAT32 * (model.n_experts + 2 * model.top_k + copies)
 
     def _shared(self, tokens: int) -> int:
         inner = self.model.n_shared_experts * self.model.expert_hidden_dim
