@@ -9,7 +9,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, runtime_checkable
 
 import torch
 import torch.nn as nn
@@ -19,16 +18,6 @@ from kernels.grouped_mm import grouped_mm
 
 GATE, UP, LAST = "w1_EFD", "w3_EFD", "w2_EDF"
 """Names of the parameters: (experts, F, D) twice, and (experts, D, F)."""
-
-
-@runtime_checkable
-class _Limited(Protocol):
-    limit: float
-
-
-@runtime_checkable
-class _WithActivation(Protocol):
-    activation: _Limited
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,8 +42,9 @@ def parts_of(experts: nn.Module) -> Parts:
         ValueError: the experts are of a kind whose parts are not known.
     """
     # A subclass of torchtitan's may do anything in between, unless it says what.
-    if isinstance(experts, _WithActivation) and isinstance(experts.activation, _Limited):
-        return Parts(product=grouped_mm, limit=experts.activation.limit, dtype=None)
+    limit = getattr(getattr(experts, "activation", None), "limit", None)
+    if limit is not None:
+        return Parts(product=grouped_mm, limit=limit, dtype=None)
     if type(experts) is not GroupedExperts:
         raise ValueError(
             f"the routed experts are {type(experts).__name__}, whose last product cannot be told "

@@ -241,4 +241,6 @@ def mesh_of(device: str) -> DeviceMesh:
     """All ranks, known to torchtitan as those that share the experts."""
     mesh = init_device_mesh(device, (dist.get_world_size(),), mesh_dim_names=("ep",))
     set_spmd_meshes(dense_mesh=mesh, sparse_mesh=mesh)
+    # As torchtitan's own start does: the meshes are known to this thread alone.
+    torch.autograd.set_multithreading_enabled(False)
     return mesh

@@ -16,6 +16,7 @@ import os
 import shlex
 import statistics
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
@@ -205,7 +206,14 @@ def measure(size: Size, probe: Probe, options: argparse.Namespace) -> list[dict[
     Returns:
         A record of each variant: ``reason`` says why it has no ``times_ms``.
     """
+    began = time.monotonic()
+
+    def say(text: str) -> None:
+        if dist.get_rank() == 0:
+            print(f"[{time.monotonic() - began:5.1f} s] {text}", flush=True)
+
     inputs, host_weight, total = _inputs(size, probe.device, options.seed)
+    say("inputs drawn; comparing results")
     figures = [
         {"name": v.name, "role": v.role, "reason": "", "errors": {}, "times_ms": []}
         for v in _variants()
@@ -223,6 +231,7 @@ def measure(size: Size, probe: Probe, options: argparse.Namespace) -> list[dict[
         variant.call(own)  # what is loaded and compiled once is no part of the peak
         memory = probe.memory(partial(variant.call, own))
         figure["peak_bytes"] = _highest(memory.peak)
+        say(f"{variant.name}: peak {figure['peak_bytes'] / _GIB:.2f} GiB")
         del own
     shared = Operands(inputs, host_weight, total)
     for turn in range(-options.warmup, options.repeats):
@@ -232,6 +241,7 @@ def measure(size: Size, probe: Probe, options: argparse.Namespace) -> list[dict[
             elapsed = _highest(probe.time_ms(partial(variant.call, shared)))
             if turn >= 0:
                 figure["times_ms"].append(elapsed)
+        say(f"round {turn}: " + ", ".join(f"{f['times_ms'][-1:]}" for _, f in alive))
     return figures
 
 

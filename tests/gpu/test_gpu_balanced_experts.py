@@ -38,6 +38,7 @@ def rank_of_two(rank: int, world_size: int, port: int) -> None:
     set_rank(rank, world_size, port)
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.cuda.set_device(rank)
+    torch.autograd.set_multithreading_enabled(False)  # as in a run
     dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
     try:
         check_rows()
