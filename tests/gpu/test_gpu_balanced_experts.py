@@ -173,7 +173,7 @@ def check_ways() -> None:
 
     def without_waiting(*args: Any, kept_chunks: int) -> torch.Tensor:
         with no_waits():
-            return balanced.run_balanced(*args, kept_chunks=kept_chunks)
+            return balanced.run_balanced(*args[:-1], kept_chunks)
 
     for kept_chunks in (0, 1, 4):
         with ExitStack() as stack:
