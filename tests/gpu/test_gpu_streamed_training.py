@@ -159,7 +159,7 @@ def test_masters_are_pinned_and_nothing_of_them_is_on_the_device(
         return {"weights": weights, "allocated": torch.cuda.memory_allocated()}
 
     # Large enough to be seen beside what libraries allocate.
-    large = ["model.dim=512", "model.expert_hidden_dim=1024", "checkpoint.enable=false"]
+    large = ["model.dim=1024", "model.expert_hidden_dim=2048", "checkpoint.enable=false"]
     found = train(tmp_path, [*settings(corpus, 2), *STREAMED, *large], use=use)
     stay = found["allocated"] - 2 * found["weights"]
-    assert stay < 4 * found["weights"]
+    assert stay < 4 * found["weights"], found
