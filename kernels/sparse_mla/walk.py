@@ -6,9 +6,9 @@ is 256 MiB, an H200's L2 is 50 MiB, and blocks that are at different places of t
 of the time. Two remedies, which go together:
 
 * in phase: a block begins where the blocks beside it are on average, and wraps around. Pools
-  ascend, so all blocks meet the same part of the keys at the same time. Costs nothing; but the
-  order in which a query's tiles are added to dQ depends on the moment, so dQ differs from run to
-  run by rounding, as the gradient of the latents always does.
+  ascend, so all blocks meet the same part of the keys at the same time. It takes one more atomic
+  addition per tile, of an integer; but the order in which a query's tiles are added to dQ depends
+  on the moment, so dQ differs from run to run by rounding, as the latents' gradient always does.
 * ranges: one launch per range of keys. Every launch loads queries and gradients of outputs again,
   and dQ is added up in float32 in memory.
 """
