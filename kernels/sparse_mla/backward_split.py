@@ -7,47 +7,26 @@ of dK = dS^T Q + P^T dO, and add dK to the float32 gradient row by row. Keys are
 only, so the next tile is gathered during the products of dK, into the same buffer. Shared memory:
 queries, output gradients and keys 64 KiB each, P and dS 8 KiB each in bfloat16, P 16 KiB more in
 float32.
+
+A block walks through the tiles of its query from the first to the last. ``running`` and ``partial``
+change that; ``kernels.sparse_mla.walk`` says what for.
 """
 
 import tilelang.language as T
 
+from kernels.sparse_mla.cuda_source import ADD_QUADS, IN_PHASE
 from kernels.sparse_mla.shape import HEADS, LOG2E, TILE, Shape
-
-ADD_QUADS = r"""
-// Adds 16 columns of eight rows of a wgmma accumulator, 16 bytes a lane. A lane holds columns
-// 2h, 2h + 1 of two blocks of eight; it swaps one pair with its neighbour.
-template <bool ALL>
-static __device__ __forceinline__ void add_block(float *to, int row, float left0, float left1,
-                                                 float right0, float right1) {
-  const int lane = threadIdx.x & 31, odd = lane & 1;
-  const float taken0 = __shfl_xor_sync(0xffffffffu, odd ? left0 : right0, 1);
-  const float taken1 = __shfl_xor_sync(0xffffffffu, odd ? left1 : right1, 1);
-  const float a = odd ? taken0 : left0, b = odd ? taken1 : left1;
-  const float c = odd ? right0 : taken0, d = odd ? right1 : taken1;
-  to += odd * 8 + (lane & 2) * 2;
-  if (!ALL && row < 0)
-    return;
-  asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(a), "f"(b), "f"(c),
-               "f"(d)
-               : "memory");
-}
-// Takes the accumulator register by register; k is the register's number modulo 8. Rows below 0
-// are left out unless ALL says that there are none. 64-bit offsets.
-template <bool ALL>
-static __device__ __forceinline__ void add_quads(float *held, int k, float value, float *out,
-                                                 int row, int columns, int column) {
-  held[k] = value;
-  float *to = out + (long long)row * columns + column;
-  if (k == 5)
-    add_block<ALL>(to, row, held[0], held[1], held[4], held[5]);
-  if (k == 7)
-    add_block<ALL>(to, row, held[2], held[3], held[6], held[7]);
-}
-"""
 
 
 def build(
-    shape: Shape, *, emit: bool, scatter: str, consumer_registers: int, producer_registers: int
+    shape: Shape,
+    *,
+    emit: bool,
+    scatter: str,
+    consumer_registers: int,
+    producer_registers: int,
+    running: int = 0,
+    partial: bool = False,
 ):
     """The TileLang function; arguments as ``kernels.sparse_mla.tilelang_backward`` calls it.
 
@@ -59,6 +38,10 @@ def build(
             where no two blocks meet.
         consumer_registers, producer_registers: per thread of the two warpgroups that compute and
             of the one that loads; 504 together, counting the first twice, is what a block has.
+        running: blocks that the GPU runs at a time. They walk in phase: a block begins where the
+            others are on average, by ``clock``, and wraps around. 0: it begins at its first tile.
+        partial: walk only through the tiles from ``walk[query, 0]`` to before ``walk[query, 1]``
+            and add to ``dq``, which is float32. Otherwise ``walk`` is not read.
     """
     width, size, scale = shape.width, shape.size, shape.scale
     heads, half, cols = shape.heads, shape.width // 2, shape.width // 4
@@ -69,15 +52,15 @@ def build(
     blocks = heads // HEADS
 
     @T.macro
-    def add_quads(every, acc_k, row, held, column, dlatent):
-        for i, j in T.Parallel(TILE, cols):
+    def add_quads(every, acc_k, row, held, column, out):
+        for i, j in T.Parallel(acc_k.shape[0], acc_k.shape[1]):
             T.call_extern(
                 "handle",
                 f"add_quads<{every}>",
                 T.address_of(held[0]),
                 j // 8 % 2 * 4 + i % 16 // 8 * 2 + j % 2,
                 acc_k[i, j],
-                T.address_of(dlatent[0, 0]),
+                T.address_of(out[tuple([0] * len(out.shape))]),
                 row[i],
                 width,
                 column + j // 16 * 16,
@@ -102,8 +85,8 @@ def build(
 
     @T.macro
     def products(
-        side, t, count, Q_shared, G_shared, K_shared, P_shared, S_shared, target, ds_ready, k_free,
-        p_free, acc_q, acc_k, row, held, dlatent,
+        side, n, t, count, Q_shared, G_shared, K_shared, P_shared, S_shared, target, ds_ready,
+        k_free, p_free, acc_q, acc_k, row, held, dlatent,
     ):  # fmt: skip
         first = side * half
         second = side * half + cols
@@ -114,7 +97,7 @@ def build(
                 P_shared, G_shared[:, first : first + cols], acc_k, transpose_A=True,
                 clear_accum=True,
             )  # fmt: skip
-        T.barrier_wait(ds_ready, t & 1)
+        T.barrier_wait(ds_ready, n & 1)
         T.fence_proxy_async()
         T.wgmma_gemm(S_shared, K_shared[:, first : first + half], acc_q)
         if side == 1:
@@ -127,7 +110,7 @@ def build(
         T.barrier_arrive(k_free)
         T.wait_wgmma(0)
         for i in T.Parallel(TILE):
-            row[i] = target[t % 2, i]
+            row[i] = target[n % 2, i]
         add((t + 1) * TILE <= count, acc_k, row, held, first, dlatent)
         T.wgmma_gemm(
             P_shared, G_shared[:, second : second + cols], acc_k, transpose_A=True, clear_accum=True
@@ -136,6 +119,27 @@ def build(
         T.wait_wgmma(0)
         T.barrier_arrive(p_free)
         add((t + 1) * TILE <= count, acc_k, row, held, second, dlatent)
+
+    def tile_at(n, begin, first, length):
+        """The n-th tile of a block that walks from ``first`` to the end, then from the start."""
+        return begin + first + T.if_then_else(first + n < length, n, n - length)
+
+    @T.macro
+    def write(side, acc_q, Q_shared, row, held, done, dq, query, first_head):
+        first = side * half
+        if partial:
+            for i in T.Parallel(HEADS):
+                row[i] = query * heads + first_head + i
+            add_quads("true", acc_q, row, held, first, dq)
+        else:
+            # Queries lie where dQ goes: both warpgroups must have read them.
+            T.barrier_arrive(done)
+            T.barrier_wait(done, 0)
+            T.copy(acc_q, Q_shared[:, first : first + half])
+            T.copy(
+                Q_shared[:, first : first + half],
+                dq[query, first_head : first_head + HEADS, first : first + half],
+            )
 
     @T.prim_func
     def sparse_mla_backward_split(
@@ -146,16 +150,17 @@ def build(
         plan: T.Tensor((queries, 4), "int32"),
         lse: T.Tensor((queries, heads), "float32"),
         delta: T.Tensor((queries, heads), "float32"),
-        dq: T.Tensor((queries, heads, width), "bfloat16"),
+        dq: T.Tensor((queries, heads, width), "float32" if partial else "bfloat16"),
         dlatent: T.Tensor((targets, width), "float32"),
         mass: T.Tensor(T.dynamic("mass_blocks, mass_queries, mass_slots"), "float32"),
+        walk: T.Tensor((T.dynamic("walk_queries"), 2), "int32"),
+        clock: T.Tensor((1,), "int32"),
     ):
         with T.Kernel(queries * blocks, threads=384) as block:
             # Blocks that gather the same keys are neighbours.
             query = block // blocks
             head_block = block % blocks
-            if scatter == "quads":
-                T.import_source(ADD_QUADS)
+            T.import_source(ADD_QUADS + IN_PHASE)
             Q_shared = T.alloc_shared((HEADS, width), "bfloat16")
             G_shared = T.alloc_shared((HEADS, width), "bfloat16")
             K_shared = T.alloc_shared((TILE, width), "bfloat16")
@@ -177,6 +182,9 @@ def build(
             held_0 = T.alloc_local((8,), "float32")
             held_1 = T.alloc_local((8,), "float32")
             token = T.alloc_local((rows,), "int32")
+            place = T.alloc_local((1,), "int32")
+            first_shared = T.alloc_shared((1,), "int32")
+            first_ready = T.alloc_barrier(arrive_count=128)
             q_ready = T.alloc_barrier(arrive_count=128)
             k_ready = T.alloc_barrier(arrive_count=256)
             k_free = T.alloc_barrier(arrive_count=256)
@@ -192,9 +200,13 @@ def build(
             start = plan[query, 2]
             unfinished = plan[query, 3]
             tiles = T.ceildiv(count, TILE)
+            begin = walk[query, 0] if partial else 0
+            length = walk[query, 1] - begin if partial else tiles
             per_query = T.ceildiv(slots * size + size - 1, TILE) * TILE
             first_row = (head_block * queries + query) * per_query
 
+            if partial and length <= 0:
+                T.thread_return()
             if thread >= 256:
                 T.set_max_nreg(producer_registers, 0)
                 lane = thread - 256
@@ -203,7 +215,18 @@ def build(
                     grad[query, first_head : first_head + HEADS, :], G_shared, barrier=q_ready
                 )
                 T.barrier_arrive(q_ready)
-                for t in T.serial(tiles):
+                if running:
+                    if lane == 0:
+                        first_shared[0] = T.call_extern(
+                            "int32", "first_tile", T.address_of(clock[0]), length, running
+                        )
+                    T.barrier_arrive(first_ready)
+                    T.barrier_wait(first_ready, 0)
+                first = first_shared[0] if running else 0
+                for n in T.serial(length):
+                    if running:
+                        place[0] = tile_at(n, begin, first, length)
+                    t = place[0] if running else begin + n
                     for r in T.unroll(rows):
                         group = t * groups + (r * 16 + lane // 8) // size
                         token[r] = (
@@ -214,10 +237,10 @@ def build(
                             )
                             + (r * 16 + lane // 8) % size
                         )
-                    T.barrier_wait(k_free, (t & 1) ^ 1)
+                    T.barrier_wait(k_free, (n & 1) ^ 1)
                     if lane % 8 == 0:
                         for r in T.unroll(rows):
-                            target[t % 2, r * 16 + lane // 8] = T.if_then_else(
+                            target[n % 2, r * 16 + lane // 8] = T.if_then_else(
                                 t * TILE + r * 16 + lane // 8 < count,
                                 token[r]
                                 if scatter != "store"
@@ -238,10 +261,12 @@ def build(
                     T.cp_async_barrier_noinc(k_ready)
                     # The copies' arrival does not order the plain stores before it.
                     T.barrier_arrive(k_ready)
+                    if running and lane == 0:
+                        T.call_extern("handle", "tick", T.address_of(clock[0]), length)
                     if emit:
                         # 2 * size threads add up a pool: a token each two, 32 heads each. They
                         # start at different heads for the sake of shared memory's banks.
-                        T.barrier_wait(p_ready, t & 1)
+                        T.barrier_wait(p_ready, n & 1)
                         key = lane // 2
                         total[0] = 0.0
                         for w in T.unroll(4):
@@ -264,8 +289,14 @@ def build(
                     shift[i] = shift[i] * LOG2E
                 T.fill(acc_q_0, 0)
                 T.barrier_wait(q_ready, 0)
-                for t in T.serial(tiles):
-                    T.barrier_wait(k_ready, t & 1)
+                if running:
+                    T.barrier_wait(first_ready, 0)
+                first = first_shared[0] if running else 0
+                for n in T.serial(length):
+                    if running:
+                        place[0] = tile_at(n, begin, first, length)
+                    t = place[0] if running else begin + n
+                    T.barrier_wait(k_ready, n & 1)
                     T.fence_proxy_async()
                     T.wgmma_gemm(Q_shared, K_shared, acc_p, transpose_B=True, clear_accum=True)
                     T.wait_wgmma(0)
@@ -274,7 +305,7 @@ def build(
                     if t == tiles - 1:
                         for i, j in T.Parallel(HEADS, TILE):
                             acc_p[i, j] = T.if_then_else(t * TILE + j < count, acc_p[i, j], 0)
-                    T.barrier_wait(p_free, (t & 1) ^ 1)
+                    T.barrier_wait(p_free, (n & 1) ^ 1)
                     # Both warpgroups hold (heads, keys) alike: a thread writes for the thread of
                     # the same number, and neighbouring threads touch neighbouring words.
                     for i, j in T.Parallel(HEADS, TILE):
@@ -284,27 +315,29 @@ def build(
                     T.copy(acc_p, P_shared)
                     T.fence_proxy_async()
                     T.barrier_arrive(p_ready)
-                    T.barrier_wait(p_ready, t & 1)
+                    T.barrier_wait(p_ready, n & 1)
                     products(
-                        0, t, count, Q_shared, G_shared, K_shared, P_shared, S_shared, target,
+                        0, n, t, count, Q_shared, G_shared, K_shared, P_shared, S_shared, target,
                         ds_ready, k_free, p_free, acc_q_0, acc_k_0, row_0, held_0, dlatent,
                     )  # fmt: skip
-                # Queries lie where dQ goes: both warpgroups must have read them.
-                T.barrier_arrive(done)
-                T.barrier_wait(done, 0)
-                T.copy(acc_q_0, Q_shared[:, :half])
-                T.copy(Q_shared[:, :half], dq[query, first_head : first_head + HEADS, :half])
+                write(0, acc_q_0, Q_shared, row_0, held_0, done, dq, query, first_head)
             else:
                 T.set_max_nreg(consumer_registers, 1)
                 T.copy(delta[query, first_head : first_head + HEADS], inner)
                 T.fill(acc_q_1, 0)
                 T.barrier_wait(q_ready, 0)
-                for t in T.serial(tiles):
-                    T.barrier_wait(k_ready, t & 1)
+                if running:
+                    T.barrier_wait(first_ready, 0)
+                first = first_shared[0] if running else 0
+                for n in T.serial(length):
+                    if running:
+                        place[0] = tile_at(n, begin, first, length)
+                    t = place[0] if running else begin + n
+                    T.barrier_wait(k_ready, n & 1)
                     T.fence_proxy_async()
                     T.wgmma_gemm(G_shared, K_shared, acc_s, transpose_B=True, clear_accum=True)
                     T.wait_wgmma(0)
-                    T.barrier_wait(p_ready, t & 1)
+                    T.barrier_wait(p_ready, n & 1)
                     for i, j in T.Parallel(HEADS, TILE):
                         acc_s[i, j] = (
                             (acc_s[i, j] - inner[i])
@@ -319,12 +352,9 @@ def build(
                     T.fence_proxy_async()
                     T.barrier_arrive(ds_ready)
                     products(
-                        1, t, count, Q_shared, G_shared, K_shared, P_shared, S_shared, target,
+                        1, n, t, count, Q_shared, G_shared, K_shared, P_shared, S_shared, target,
                         ds_ready, k_free, p_free, acc_q_1, acc_k_1, row_1, held_1, dlatent,
                     )  # fmt: skip
-                T.barrier_arrive(done)
-                T.barrier_wait(done, 0)
-                T.copy(acc_q_1, Q_shared[:, half:])
-                T.copy(Q_shared[:, half:], dq[query, first_head : first_head + HEADS, half:])
+                write(1, acc_q_1, Q_shared, row_1, held_1, done, dq, query, first_head)
 
     return sparse_mla_backward_split

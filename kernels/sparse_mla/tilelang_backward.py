@@ -1,5 +1,6 @@
 """Gradients of sparse latent attention on Hopper: one thread block per query and 64 heads."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -8,10 +9,14 @@ from kernels.sparse_mla.compiler import check_device, compiled
 from kernels.sparse_mla.plan import row_plan, slot_tokens
 from kernels.sparse_mla.shape import HEADS, TILE, Shape, check
 from kernels.sparse_mla.tilelang_forward import padded_pools
-from kernels.sparse_mla.tuned import choice
+from kernels.sparse_mla.tuned import choice, walk_of
+from kernels.sparse_mla.walk import Walk, launch
 
 STORE_BYTES = 2**30
 """Memory for gradients of keys before they are added up in the deterministic mode."""
+
+DQ_BYTES = 2**30
+"""Memory for float32 gradients of queries where keys are taken in ranges."""
 
 
 def backward(
@@ -32,6 +37,7 @@ def backward(
     deterministic: bool = False,
     variant: str | None = None,
     scatter: str | None = None,
+    walk: Walk | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Gradients of ``kernels.sparse_mla.tilelang_forward.forward``; P is computed again.
 
@@ -47,6 +53,9 @@ def backward(
             times slower. Otherwise thread blocks add to ``dlatent`` as they come.
         variant: ``split`` or ``simple`` instead of the tuned choice.
         scatter: ``quads`` (split only) or ``pairs``, 16 or 8 bytes at a time, instead of the tuned.
+        walk: in what order (split only, and not in the deterministic mode), instead of the tuned.
+            In phase, ``dq`` is rounded differently from run to run; in ranges, up to ``DQ_BYTES``
+            are needed.
 
     Returns:
         dq, bfloat16 (Q, H, d + tail); float32 (Q, n) probabilities summed over heads and over a
@@ -63,6 +72,7 @@ def backward(
     legal = ("pairs", "quads", "store") if name == "split" else ("pairs", "store")
     if options["scatter"] not in legal:
         raise ValueError(f"sparse_mla: scatter={scatter!r} of the {name} variant, not in {legal}")
+    walk = _walk_of(walk, len(latent), plain=name == "simple" or deterministic)
     check_device(q)
     dq = torch.empty_like(q, memory_format=torch.contiguous_format)
     mass = _mass(q, pools, shape, probabilities)
@@ -74,8 +84,16 @@ def backward(
         delta = torch.empty_like(lse, memory_format=torch.contiguous_format)
         rows = [x.contiguous() for x in (q, out, lse, grad)]
         compiled("row_dot", shape, threads=256)(rows[1], rows[3], delta)
-        kernel = compiled(f"backward_{name}", shape, emit=probabilities, **options)
-        step = _queries_at_once(shape, padded.shape[1]) if deterministic else len(q)
+        if name == "split":
+            options |= _order(walk, q.device)
+        kernel: Any = compiled(f"backward_{name}", shape, emit=probabilities, **options)
+        if name == "split":
+            kernel = partial(launch, kernel, walk.range_tokens, shape.size)
+        step = len(q)
+        if deterministic:
+            step = _queries_at_once(shape, padded.shape[1])
+        elif walk.range_tokens:
+            step = max(1, DQ_BYTES // (4 * shape.heads * shape.width))
         for begin in range(0, len(q), step):
             some = slice(begin, begin + step)
             part: Any = mass[:, some] if probabilities else mass
@@ -91,6 +109,21 @@ def backward(
             if probabilities:
                 mass[:, some] = part
     return dq, mass.sum(0)[:, : pools.shape[1]] if probabilities else None
+
+
+def _walk_of(walk: Walk | None, tokens: int, plain: bool) -> Walk:
+    if plain and walk not in (None, Walk()):
+        raise ValueError(
+            f"sparse_mla: walk={walk!r}, legal is none in the simple variant and in the "
+            "deterministic mode"
+        )
+    return Walk() if plain else walk or walk_of(tokens)
+
+
+def _order(walk: Walk, device: torch.device) -> dict[str, Any]:
+    """Options of the split kernel; one of its blocks fills a multiprocessor."""
+    running = torch.cuda.get_device_properties(device).multi_processor_count
+    return {"running": running if walk.in_phase else 0, "partial": walk.range_tokens > 0}
 
 
 def _mass(q: torch.Tensor, pools: torch.Tensor, shape: Shape, probabilities: bool) -> torch.Tensor:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from kernels.sparse_mla.shape import Shape
+from kernels.sparse_mla.walk import Walk
 
 PATH = Path(__file__).with_name("tuned.json")
 VARIANTS = {"forward": ("split", "simple"), "backward": ("split", "simple")}
@@ -37,3 +38,11 @@ def choice(direction: str, shape: Shape, variant: str | None = None) -> tuple[st
     if variant is None:
         variant = "simple" if shape.tail else listed["preferred"]["variant"]
     return variant, dict(listed[variant])
+
+
+def walk_of(tokens: int) -> Walk:
+    """How the split backward walks through the tiles of a latent of so many tokens."""
+    listed = _table()["sm_90a"]["backward"]["walk"]
+    if tokens < listed["from_tokens"]:
+        return Walk()
+    return Walk(in_phase=listed["in_phase"], range_tokens=listed["range_tokens"])

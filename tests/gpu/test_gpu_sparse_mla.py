@@ -14,6 +14,7 @@ from kernels.dsa.keys import selected_tokens
 from kernels.sparse_mla import naive
 from kernels.sparse_mla.tilelang_backward import backward
 from kernels.sparse_mla.tilelang_forward import forward
+from kernels.sparse_mla.walk import Walk
 from tests.unit.sparse_mla_support import Problem, problem, spread_pools
 
 pytestmark = [
@@ -30,17 +31,20 @@ RAGGED = (*SHORT, 301, 1023)
 NAMES = ("out", "lse", "dq", "dlatent", "mass")
 FORMS = [("split", "quads"), ("split", "pairs"), ("simple", "pairs")]
 forms = pytest.mark.parametrize(("variant", "scatter"), FORMS)
+BOTH = Walk(in_phase=True, range_tokens=600)
+WALKS = [Walk(in_phase=True), Walk(range_tokens=333), Walk(range_tokens=10**6), BOTH]
+walks = pytest.mark.parametrize("walk", WALKS, ids=str)
 
 
 def kernels(p: Problem, variant: str, scatter: str | None, **more: Any) -> list[torch.Tensor]:
     """What ``NAMES`` lists; the gradient of the latent is added to ones."""
     settings = SETTINGS | more
-    deterministic = settings.pop("deterministic", False)
+    only_backward = {key: settings.pop(key) for key in ("deterministic", "walk") if key in settings}
     out, lse = forward(*p[:5], variant=variant, **settings)
     dlatent = torch.ones(p.latent.shape, device="cuda")
     dq, mass = backward(
         *p[:5], out, lse, p.grad, dlatent, variant=variant, scatter=scatter, probabilities=True,
-        deterministic=deterministic, **settings,
+        **only_backward, **settings,
     )  # fmt: skip
     assert mass is not None
     return [out, lse, dq, dlatent - 1, mass]
@@ -78,6 +82,39 @@ def test_sixteen_seeds_with_queries_that_lost_their_pools(variant: str, scatter:
     for seed in range(16):
         p = problem((*SHORT, 400), count=48, device="cuda", seed=seed, drop=0.2)
         assert_as_good_as_bfloat16(kernels(p, variant, scatter), p)
+
+
+@pytest.mark.parametrize(
+    ("scatter", "walk"), [*(("quads", walk) for walk in WALKS), ("pairs", BOTH)], ids=str
+)
+def test_walks_equal_the_twin(scatter: str, walk: Walk, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Several groups of queries in the ranges.
+    monkeypatch.setattr("kernels.sparse_mla.tilelang_backward.DQ_BYTES", 64 * 2**20)
+    for lengths in (RAGGED, (1,), (5,), (2500,)):
+        p = problem(lengths, device="cuda", seed=sum(lengths))
+        assert_as_good_as_bfloat16(kernels(p, "split", scatter, walk=walk), p)
+
+
+@walks
+def test_walks_with_queries_that_lost_their_pools(walk: Walk) -> None:
+    for seed in range(8):
+        p = problem((*SHORT, 400), count=48, device="cuda", seed=seed, drop=0.2)
+        assert_as_good_as_bfloat16(kernels(p, "split", "quads", walk=walk), p)
+
+
+@walks
+def test_walks_have_the_probabilities_of_the_plain_one_bit_for_bit(walk: Walk) -> None:
+    p = problem(RAGGED, count=64, device="cuda")
+    plain = kernels(p, "split", "quads", walk=Walk())
+    assert torch.equal(kernels(p, "split", "quads", walk=walk)[4], plain[4])
+
+
+@pytest.mark.parametrize(
+    ("heads", "width", "size"), [(64, 512, 1), (128, 512, 4), (64, 256, 2), (64, 512, 16)]
+)
+def test_walks_of_other_shapes(heads: int, width: int, size: int) -> None:
+    p = problem(RAGGED, heads=heads, width=width, size=size, count=100, device="cuda")
+    assert_as_good_as_bfloat16(kernels(p, "split", None, size=size, walk=BOTH), p, size=size)
 
 
 @pytest.mark.parametrize(
@@ -161,10 +198,22 @@ def far_queries(tokens: int, queries: int, count: int) -> Problem:
     )
 
 
+@pytest.mark.parametrize("walk", [Walk(), Walk(in_phase=True), Walk(range_tokens=2**17)], ids=str)
 @pytest.mark.parametrize("tokens", [2**18 + 4099, 2**22 + 4099], ids=["2^18", "2^31 elements"])
-def test_more_keys(tokens: int) -> None:
+def test_more_keys(tokens: int, walk: Walk) -> None:
     p = far_queries(tokens, 70, 512)
-    assert_as_good_as_bfloat16(kernels(p, "split", "quads"), p)
+    assert_as_good_as_bfloat16(kernels(p, "split", "quads", walk=walk), p)
+
+
+@pytest.mark.parametrize("walk", [Walk(in_phase=True), Walk(range_tokens=2**15)], ids=str)
+def test_walks_of_many_more_queries_than_run_at_a_time(walk: Walk) -> None:
+    p = far_queries(2**17, 3000, 512)
+    plain = kernels(p, "split", "quads", walk=Walk())
+    found = kernels(p, "split", "quads", walk=walk)
+    assert torch.equal(found[4], plain[4])
+    for index in (2, 3):
+        gap = (found[index].float() - plain[index].float()).abs().max().item()
+        assert gap <= 2**-7 * plain[index].float().abs().max().item(), NAMES[index]
 
 
 def test_more_than_two_to_the_thirty_one_elements_of_queries() -> None:

@@ -161,6 +161,11 @@ KERNELS = [
         ("backward_split", 0, {"emit": e, "scatter": s})
         for e, s in ((True, "quads"), (False, "store"))
     ],
+    (
+        "backward_split",
+        0,
+        {"emit": True, "scatter": "quads", "running": 132, "partial": True},
+    ),
     ("backward_simple", 64, {"emit": True, "scatter": "pairs"}),
 ]
 
@@ -177,3 +182,4 @@ def test_kernels_compile_for_hopper(kernel: str, tail: int, more: dict[str, Any]
     source = compiled(kernel, shape(tail), **options).get_kernel_source()
     assert "wgmma_ss" in source and "int64_t" in source
     assert ("cp_async_gs_conditional<16>" in source) == (variant == "split")
+    assert ("tick((&(clock" in source) == ("running" in more)

@@ -1,7 +1,10 @@
 """Sparse latent attention, backward: the inputs of ``sparse_mla`` and the output's gradient.
 
-The gradient of the latent is added up in float32. ``split_pairs`` adds 8 bytes at a time instead of
-16, ``split_with_pools`` also returns the pools' probabilities.
+The gradient of the latent is added up in float32. ``split`` is what training runs at this length,
+``split_in_order``, ``split_in_phase`` and ``split_ranges`` (of 24,576 tokens) are the orders in
+which it can take the keys (``kernels.sparse_mla.walk``). ``split_pairs`` adds 8 bytes at a time
+instead of 16, ``split_with_pools`` also returns the pools' probabilities. Selection hands out
+ascending pools; nothing is sorted in the time.
 """
 
 from typing import Any
@@ -9,6 +12,7 @@ from typing import Any
 import torch
 
 from kernels.sparse_mla import naive
+from kernels.sparse_mla.walk import Walk
 from tests.benchmarks.case import Case, Outputs, Runnable, Size, Variant
 from tests.benchmarks.cases.sparse_mla import (
     SETTINGS,
@@ -96,6 +100,9 @@ def _tilelang_example(inputs: Problem, device: Device) -> Runnable:
 
 FORMS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("split", {"variant": "split", "scatter": "quads"}),
+    ("split_in_order", {"variant": "split", "walk": Walk()}),
+    ("split_in_phase", {"variant": "split", "walk": Walk(in_phase=True)}),
+    ("split_ranges", {"variant": "split", "walk": Walk(range_tokens=24576)}),
     ("split_with_pools", {"variant": "split", "scatter": "quads", "probabilities": True}),
     ("split_pairs", {"variant": "split", "scatter": "pairs"}),
     ("simple", {"variant": "simple"}),
