@@ -62,7 +62,7 @@ SIZES = {
     "32k": _published(32_768),
     "128k": _published(131_072),
     "tiny": Shape(
-        tokens=192, gate=(50, 3, 75), dtype="float32", tolerance=1e-4, glm=_TINY_GLM, moe=_TINY_MOE
+        tokens=96, gate=(30, 3, 33), dtype="float32", tolerance=1e-4, glm=_TINY_GLM, moe=_TINY_MOE
     ),
 }
 """The published widths of GLM-5.3-Flash, and those of the 120B to 667B family; "tiny" runs on a
