@@ -39,8 +39,9 @@ def markdown(record: dict[str, Any]) -> str:
         f"{record['date']}; {facts}",
         "",
         "Times of the slowest rank, a barrier before each call; peaks of the fullest rank, weights "
-        "and tokens included. `whole`: all tokens on one rank; all ranks run it at once, each by "
-        "itself. Speed-up: over `whole`, at the same tokens in all. Sent: by one rank for one "
+        "and tokens included; reserved with the tokens of both forms. `whole`: all tokens on one "
+        "rank; all ranks run it at once, each by itself. Speed-up: over `whole`, at the same "
+        "tokens in all. Sent: by one rank for one "
         "layer and pass, the most of any, counted in the run.",
         "",
         f"Gate: relative error of the output and every gradient against `whole`, on documents of "

@@ -149,7 +149,8 @@ class Bench:
         layers = self._model.build_spec().model.layers
         config = layers[self._model.layer_types.index(self.mixer)].attention
         chosen = self._model.choose_kernels(self._device, self._dtype.itemsize)
-        self.notes = chosen.notes
+        of_kda = self.mixer == "kda"
+        self.notes = tuple(note for note in chosen.notes if note.startswith("KDA") == of_kda)
         for factory, target in _TARGETS:
             if factory in chosen.overrides:
                 for _, inner, parent, attribute in list(config.traverse(target)):

@@ -51,6 +51,9 @@ def check_benchmark() -> None:
     assert projections_over_hidden(kda)["forward"] > LEAST_RATIO and dsa["other_pools"] == 0
     assert [v["halo_bytes"] > 0 for v in kda["variants"]] == [False, False, False, True]
     check_table(found)
+    (projections,) = (v for v in kda["variants"] if v["name"] == "projections")
+    projections["sent"]["forward"] //= 2
+    assert wrong(kda)
 
 
 def check_table(found: list[dict[str, Any]]) -> None:
