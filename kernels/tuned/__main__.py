@@ -2,16 +2,29 @@
 
 Runs KDA and its convolution forward and backward at the published widths: whole documents, and the
 pieces that chunks of tokens make, which take and hand on states. Takes a few minutes.
+
+``python -m kernels.tuned --context 2`` adds what context parallelism over 2 ranks runs besides: a
+share of the heads, and the summary of a part that ranks pass states by.
 """
 
+import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from kernels.tuned.fla import Entry, Kernel, Tuned, installed, path_of, write
+from kernels.tuned.fla import (
+    Entry,
+    Kernel,
+    Tuned,
+    find,
+    installed,
+    path_of,
+    served_keys,
+    write,
+)
 
 HEADS, WIDTH, TAPS, BOUND = 64, 128, 4, -5.0
 TOKENS = 32_768
@@ -49,18 +62,32 @@ def collect() -> dict[str, Kernel]:
     return kernels
 
 
-def exercise(device: torch.device) -> None:
-    """Call the kernels in every form that training does."""
+def added(held: dict[str, Kernel], found: dict[str, Kernel]) -> dict[str, Kernel]:
+    """Kernels of a file, and what has been found for keys that it serves no entry for."""
+    kernels = dict(held)
+    for name, kernel in found.items():
+        known = held.get(name, Kernel(kernel.module, [], kernel.free))
+        served = {tuple(key) for _, key in served_keys(known)}
+        new = [entry for entry in kernel.entries if tuple(entry.key) not in served]
+        kernels[name] = replace(known, entries=[*known.entries, *new])
+    return kernels
+
+
+def exercise(device: torch.device, heads: int = HEADS, pieces: bool = True) -> None:
+    """Call the kernels in every form that training does; without ``pieces``, for whole documents
+    alone."""
     from kernels.kda import fla
     from kernels.short_conv.fla import short_conv
 
-    wide = HEADS * WIDTH
+    wide = heads * WIDTH
     for lengths in ((TOKENS,), (TOKENS // 2, TOKENS // 2)):
         for entering, carries in ((False, False), (True, False), (False, True), (True, True)):
-            q, k, v, gate = _rows(device, 4)
-            beta = torch.rand(TOKENS, HEADS, device=device).bfloat16()
-            a_log, bias = torch.zeros(HEADS, device=device), torch.zeros(wide, device=device)
-            state = torch.zeros(HEADS, WIDTH, WIDTH, device=device) if entering else None
+            if not pieces and (entering or carries):
+                continue
+            q, k, v, gate = _rows(device, heads, 4)
+            beta = torch.rand(TOKENS, heads, device=device).bfloat16()
+            a_log, bias = torch.zeros(heads, device=device), torch.zeros(wide, device=device)
+            state = torch.zeros(heads, WIDTH, WIDTH, device=device) if entering else None
             leaves = [q, k, v, gate, beta, a_log, bias, *([] if state is None else [state])]
             for leaf in leaves:
                 leaf.requires_grad_()
@@ -73,28 +100,63 @@ def exercise(device: torch.device) -> None:
         short_conv(x, taps, torch.cat(ends), lengths).float().sum().backward()
 
 
-def _rows(device: torch.device, count: int) -> list[torch.Tensor]:
-    shape = TOKENS, HEADS, WIDTH
+@torch.no_grad()
+def exercise_summary(device: torch.device) -> None:
+    """Call the kernels as ``components.context_parallel.kda_state`` sums up a part: values and a
+    map side by side, twice as wide."""
+    from kernels.kda import fla
+
+    q, k, v, gate = _rows(device, HEADS, 4)
+    beta = torch.rand(TOKENS, HEADS, device=device).bfloat16()
+    a_log, bias = (torch.zeros(n, device=device) for n in (HEADS, HEADS * WIDTH))
+    state = torch.zeros(HEADS, WIDTH, 2 * WIDTH, device=device)
+    arguments = q, k, torch.cat([v, v], 2), gate, beta, a_log, bias, (TOKENS,), state
+    fla.kda_piece(*arguments, lower_bound=BOUND, carries=True)
+
+
+def _rows(device: torch.device, heads: int, count: int) -> list[torch.Tensor]:
+    shape = TOKENS, heads, WIDTH
     return [torch.randn(shape, device=device).bfloat16() for _ in range(count)]
 
 
-def main() -> int:
-    """Returns the exit status: 2 without a GPU."""
+def main(arguments: Sequence[str] = ()) -> int:
+    """Returns the exit status: 2 without a GPU, or where there is nothing to add to.
+
+    Raises:
+        ValueError: a number of ranks that does not divide the heads.
+    """
+    parser = argparse.ArgumentParser(prog="python -m kernels.tuned", description=__doc__)
+    parser.add_argument("--context", nargs="+", type=int, metavar="RANKS", default=[])
+    context: list[int] = parser.parse_args(arguments).context
+    for ranks in context:
+        if ranks < 1 or HEADS % ranks:
+            legal = ", ".join(str(n) for n in range(1, HEADS + 1) if HEADS % n == 0)
+            raise ValueError(f"--context: {ranks} ranks cannot split {HEADS} heads; legal: {legal}")
     if not torch.cuda.is_available():
         print("make tune measures on a GPU, and torch sees none", file=sys.stderr)
         return 2
-    gpu = torch.cuda.get_device_name()
+    gpu, device = torch.cuda.get_device_name(), torch.device("cuda")
     path = path_of(gpu)
-    if path.exists():
-        # Or its entries would be taken for measured.
-        path.rename(path.with_suffix(".json.old"))
-    exercise(torch.device("cuda"))
-    tuned = replace(Tuned(gpu, installed(), {}), kernels=collect())
-    write(tuned, path)
-    entries = sum(len(kernel.entries) for kernel in tuned.kernels.values())
-    print(f"{path}: {entries} configurations of {len(tuned.kernels)} kernels")
+    if context:
+        held, note = find(gpu)
+        if held is None:
+            print(f"--context adds to a file, and this is {note}", file=sys.stderr)
+            return 2
+        for ranks in context:
+            exercise(device, HEADS // ranks, pieces=False)
+        exercise_summary(device)
+        kernels = added(held.kernels, collect())
+    else:
+        if path.exists():
+            # Or its entries would be taken for measured.
+            path.rename(path.with_suffix(".json.old"))
+        exercise(device)
+        kernels = collect()
+    write(Tuned(gpu, installed(), kernels), path)
+    entries = sum(len(kernel.entries) for kernel in kernels.values())
+    print(f"{path}: {entries} configurations of {len(kernels)} kernels")
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

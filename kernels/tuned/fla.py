@@ -147,13 +147,13 @@ def seed(tuned: Tuned) -> int:
 
     for name, kernel in tuned.kernels.items():
         known = autotuner(kernel.module, name).cache
-        for entry, key in _keys(kernel):
+        for entry, key in served_keys(kernel):
             made = Config(entry.kwargs, num_warps=entry.num_warps, num_stages=entry.num_stages)
             known.setdefault(tuple(key), made)
     return len(tuned.kernels)
 
 
-def _keys(kernel: Kernel) -> Iterator[tuple[Entry, list[Any]]]:
+def served_keys(kernel: Kernel) -> Iterator[tuple[Entry, list[Any]]]:
     """Every key that an entry serves, the entry's own first."""
     for entry in kernel.entries:
         yield entry, entry.key

@@ -11,13 +11,11 @@ estimate that all ranks share: a rank that ran out alone would leave the others 
 """
 
 import argparse
-import os
 import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,6 +39,7 @@ from tests.benchmarks.expert_shapes import (
 from tests.benchmarks.harness import relative_error
 from tests.benchmarks.machine import Machine
 from tests.benchmarks.probes import Memory, Probe, make_probe
+from tests.benchmarks.ranks import highest, start_ranks
 from tests.benchmarks.training import RESULTS, heading, publish, settled_machine
 
 if TYPE_CHECKING:
@@ -64,14 +63,7 @@ def main(arguments: Sequence[str]) -> int:
     began = time.monotonic()
     options = _parser().parse_args(arguments)
     device = use_device(options.device)
-    if device == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    own = torch.device(device, torch.cuda.current_device()) if device == "cuda" else None
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
-        device_id=own,
-        timeout=timedelta(seconds=HANG_SECONDS),
-    )
+    start_ranks(device, HANG_SECONDS)
     machine = settled_machine(device)
     record = _record(options, arguments, machine)
     stem = options.out / f"{options.name}_{record['ranks']}x{machine.slug}_{options.size}"
@@ -133,7 +125,7 @@ def measure(
 
     def expired() -> bool:
         limit = options.time_limit
-        return limit is not None and _highest(time.monotonic() - began) > limit
+        return limit is not None and highest(time.monotonic() - began) > limit
 
     names = [variant.name for variant in VARIANTS]
     unknown = sorted(set(options.variants or ()) - set(names))
@@ -250,7 +242,7 @@ class _Profile:
 
     def _errors(self, found: Outputs, expected: Outputs) -> dict[str, float]:
         return {
-            name: _highest(
+            name: highest(
                 relative_error(found[name].float(), expected["out" if name == "forward" else name])
                 if name in found
                 else float("inf")
@@ -262,20 +254,20 @@ class _Profile:
         """Peaks of a call; or why there are none, if a rank ran out and the others got through."""
         for kind in ("forward", "both"):
             memory = self._read(partial(self._call, kind, variant, experts))
-            if _highest(memory is None):
+            if highest(memory is None):
                 estimate = f"{figure['estimated_peak_bytes'] / _GIB:.3g} GiB were estimated"
                 figure["reason"] = f"out of memory ({kind}), although {estimate}"
                 self._say(f"{variant.name}: {figure['reason']}")
                 return
             assert memory is not None
             before = memory.resident if self._probe.device == "cuda" else 0
-            above = int(_highest(memory.peak - before))
+            above = int(highest(memory.peak - before))
             figure[f"{kind}_above_bytes"] = above
             figure[f"{kind}_peak_bytes"] = above + self._bench.input_bytes
-            figure[f"{kind}_reserved_bytes"] = int(_highest(memory.reserved or 0))
+            figure[f"{kind}_reserved_bytes"] = int(highest(memory.reserved or 0))
         load = getattr(experts, "latest", None)
         if load is not None:
-            figure["realised_receive_peak"] = int(_highest(load.receive_peak))
+            figure["realised_receive_peak"] = int(highest(load.receive_peak))
         peak, error = figure["both_peak_bytes"] / _GIB, max(figure["errors"].values())
         self._say(f"{variant.name}: peak {peak:.3f} GiB, error {error:.1e}")
 
@@ -297,7 +289,7 @@ class _Profile:
 
     def _time(self, kind: str, variant: "Variant", experts: Any) -> float:
         dist.barrier()
-        return _highest(self._probe.time_ms(partial(self._call, kind, variant, experts)))
+        return highest(self._probe.time_ms(partial(self._call, kind, variant, experts)))
 
     def _call(self, kind: str, variant: "Variant", experts: Any) -> Outputs:
         return getattr(self._bench, kind)(variant, experts)
@@ -305,13 +297,6 @@ class _Profile:
 
 def _ok(figure: dict[str, Any]) -> bool:
     return not figure["reason"]
-
-
-def _highest(value: float) -> float:
-    """The largest of all ranks'; asked over the hosts, whatever the devices are waiting for."""
-    tensor = torch.tensor(float(value), dtype=torch.float64)
-    dist.all_reduce(tensor, dist.ReduceOp.MAX)
-    return float(tensor)
 
 
 def _parser() -> argparse.ArgumentParser:

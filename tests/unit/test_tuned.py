@@ -110,6 +110,23 @@ def test_tuning_without_a_gpu_says_so(
     assert fla.note() == ""
 
 
+def test_what_a_file_serves_already_is_not_added() -> None:
+    found = Kernel(
+        "fla.made_up",
+        [ENTRY, replace(ENTRY, key=[64, 9, *ENTRY.key[2:]]), replace(ENTRY, key=[32, 5])],
+        free=1,
+    )
+    held = {"norm": Kernel("fla.made_up", [ENTRY], free=1), "old": Kernel("fla.old", [ENTRY])}
+    kernels = tune.added(held, {"norm": found, "new": Kernel("fla.new", [ENTRY])})
+    assert [entry.key for entry in kernels["norm"].entries] == [ENTRY.key, [32, 5]]
+    assert kernels["old"] == held["old"] and kernels["new"] == Kernel("fla.new", [ENTRY])
+
+
+def test_ranks_that_cannot_split_the_heads_are_refused() -> None:
+    with pytest.raises(ValueError, match="--context: 3 ranks cannot split 64 heads; legal: 1, 2"):
+        tune.main(["--context", "3"])
+
+
 def test_the_gpu_is_told_with_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")

@@ -24,14 +24,18 @@ def training_flops_per_token(model: "GlmFlashDecoder.Config", seq_len: int) -> i
     indexers = 0.0
     for layer in model.layers:
         forward += _feed_forward(layer, model.dim) + 2 * _site(model.dim, model.streams)
-        if isinstance(layer.attention, KDA.Config):
-            forward += _kda(layer.attention)
-        else:
-            forward += _mla(layer.attention, seq_len)
-            indexers += _indexer(layer.attention, seq_len)
+        mixer, indexer = mixer_flops(layer.attention, seq_len)
+        forward, indexers = forward + mixer, indexers + indexer
     backbone_passes = 1 if model.train == "indexers" else 3
     indexer_passes = 1 if model.train == "backbone" else 3
     return round(backbone_passes * forward + indexer_passes * indexers)
+
+
+def mixer_flops(mixer: KDA.Config | SparseMLA.Config, seq_len: int) -> tuple[float, float]:
+    """FLOPs per token of a mixer's forward over one document, and of its indexer's."""
+    if isinstance(mixer, KDA.Config):
+        return _kda(mixer), 0.0
+    return _mla(mixer, seq_len), _indexer(mixer, seq_len)
 
 
 def _linear(*layers: Linear.Config) -> int:
