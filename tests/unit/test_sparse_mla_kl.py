@@ -143,6 +143,18 @@ def test_bfloat16_differs_from_the_exact_result_by_rounding_alone(kernels: Gathe
         assert ((a - b).norm() / b.norm()).item() < 2**-5, name
 
 
+@pytest.mark.parametrize("emit", [False, True])
+def test_the_backward_is_a_well_formed_torch_operation(emit: bool, kernels: Gathering) -> None:
+    case = Case((9, 2))
+    nothing, pull = torch.empty(0, dtype=torch.float64), draw(11, HEADS, WIDTH)
+    arguments = pull, *case.tensors[:3], *case.place, nothing, nothing
+    torch.library.opcheck(
+        torch.ops.kernels.sparse_mla_backward.default,
+        (*arguments, SIZE, SCALE, "fake", 2_000, emit),
+        test_utils=("test_schema", "test_faketensor"),
+    )
+
+
 def test_nothing_grows_with_queries_times_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank's share of 128K tokens, 8,192 queries; 32 index heads of 128. The loss adds the
     pools' probabilities, 4 x 512 bytes per query, and one chunk of its own."""
