@@ -193,8 +193,8 @@ def test_the_loss_needs_one_chunk_and_the_gradients() -> None:
     assert ledger.peak > absorbed.CHUNK_BYTES // 2
 
 
-def trained(kernel: bool, support: str) -> torch.nn.Module:
-    """A mixer whose indexer learns."""
+def trained(kernel: bool, support: str, only: bool) -> torch.nn.Module:
+    """A mixer whose indexer learns; everything else too, or is frozen."""
     config = config_of("dsa")
     if kernel:
         config.core = tilelang_sparse_mla(config.core)
@@ -202,13 +202,16 @@ def trained(kernel: bool, support: str) -> torch.nn.Module:
         coefficient=3.0, tokens=200, support=support, kpool=config.core.kpool,
         scale=config.core.scale, index_scale=config.indexer.scale,
     )  # fmt: skip
-    made = build(config).requires_grad_()
+    made = build(config)
+    for name, parameter in made.named_parameters():
+        parameter.requires_grad_(not only or name.startswith("indexer."))
     return made.train()
 
 
 @pytest.mark.parametrize("support", ["selected", "visible"])
+@pytest.mark.parametrize("only", [False, True])
 def test_a_mixer_on_a_kernel_trains_all_seven_tensors_as_the_plain_one(
-    support: str, kernels: Gathering, monkeypatch: pytest.MonkeyPatch
+    support: str, only: bool, kernels: Gathering, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     offer(monkeypatch, kernels, "tilelang")
     results = []
@@ -216,7 +219,7 @@ def test_a_mixer_on_a_kernel_trains_all_seven_tensors_as_the_plain_one(
         if kernel and support == "selected":
             # Then nothing computes the attention for the loss.
             monkeypatch.delattr(indexer_loss, "Selected")
-        made = trained(kernel, support)
+        made = trained(kernel, support, only)
         out, grads = gradients(made, runner(made, (130, 70)), draw_rows(200))
         results.append([out, made.indexer_loss.divergence, grads])
     (plain_out, plain_loss, wanted), (out, loss, found) = results
@@ -224,4 +227,21 @@ def test_a_mixer_on_a_kernel_trains_all_seven_tensors_as_the_plain_one(
     seven = [name for name in wanted if name.startswith("indexer.")]
     assert len(seven) == 7 and all(wanted[name].abs().max() > 0 for name in seven)
     for name, grad in wanted.items():
-        torch.testing.assert_close(found[name], grad, msg=name)
+        assert (found[name] is None) == (grad is None), name
+        if grad is not None:
+            torch.testing.assert_close(found[name], grad, msg=name)
+
+
+def test_only_the_indexer_is_reached_where_nothing_before_it_is_trained(
+    kernels: Gathering, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in the first sparse layer of a run that trains indexers alone."""
+    offer(monkeypatch, kernels, "tilelang")
+    grads = []
+    for kernel in (False, True):
+        made = trained(kernel, "selected", True)
+        runner(made, (130, 70))(draw_rows(200)).sum().backward()
+        grads.append({n: p.grad for n, p in made.named_parameters() if p.requires_grad})
+    assert len(grads[0]) == 7
+    for name, grad in grads[0].items():
+        torch.testing.assert_close(grads[1][name], grad, msg=name)
