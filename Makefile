@@ -98,7 +98,7 @@ launch: environment ## start RECIPE on a cluster: ON=slurm or skypilot, NODES=2;
 bench: environment ## measure NAME against its floor and its peers (no NAME: list the cases)
 	$(_run) $(call _flag,--name,NAME) $(_pass)
 
-tune: environment ## measure fla's kernels on this GPU and write kernels/tuned/fla_<gpu>.json
+tune: environment ## measure fla's and sparse attention's kernels on this GPU, write their files
 	$(_plain)@exec $(PY) -m kernels.tuned
 
 # A module's tests run on one worker: many share a fixture that trains for half a minute.

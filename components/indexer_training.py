@@ -11,13 +11,16 @@ from torchtitan.distributed import ParallelDims
 
 from components.core.base import Component, MemoryTerm, Target
 from components.core.problems import Problem
+from components.core.sizes import FLOAT32, local_tokens
 from components.models.counts import count_parameters
 from components.models.glm_flash.decoder import GlmFlashDecoder
 from components.models.glm_flash.indexer_loss import IndexerLoss
 from components.models.glm_flash.mla import SparseMLA
 from components.models.glm_flash.settings import GlmFlashModel
+from components.models.glm_flash.working_set import form_of
 from components.titan.batch import sequences_per_step
 from components.titan.plan import RunPlan
+from kernels.dsa import absorbed
 from kernels.dsa.indexer_loss import Support
 
 if TYPE_CHECKING:
@@ -30,6 +33,8 @@ class IndexerTraining(Component):
 
     On: each sparse layer adds KL(attention's mass per pool || softmax of the indexer's scores),
     averaged over the tokens of a step, to the training loss. Its gradient stops at the indexer.
+    Where a kernel computes the attention, its backward pass yields the mass per chosen pool;
+    elsewhere, and for ``support: visible``, the attention is computed once more for the loss.
     """
 
     name = "indexer_training"
@@ -92,9 +97,26 @@ class IndexerTraining(Component):
                 layer.moe.load_balance_coeff = None
 
     def memory_terms(self, recipe: "Recipe", target: Target) -> list[MemoryTerm]:
-        """Frozen parameters have neither gradients nor moments."""
+        """What a kernel's backward writes down for the loss, 4 bytes per pool and query of one
+        layer, and a chunk of the loss; frozen parameters have neither gradients nor moments."""
+        assert isinstance(recipe.model, GlmFlashModel)
+        return [*self._of_loss(recipe.model, recipe, target), *self._spared(recipe, target)]
+
+    def _of_loss(
+        self, model: GlmFlashModel, recipe: "Recipe", target: Target
+    ) -> Iterator[MemoryTerm]:
+        note = "queries, weights and keys of the indexers, kept for backward, come on top"
+        name, tokens = "the indexers' loss, in one layer's backward", local_tokens(recipe)
+        kernel = form_of(model, recipe, target.device).sparse_mla not in ("torch", "dense")
+        mass = 0
+        if kernel and self.config.support == "selected":
+            mass = FLOAT32 * tokens * (min(model.index_topk, tokens) // model.index_kpool)
+        keys = FLOAT32 * tokens // model.index_kpool * model.index_head_dim
+        yield MemoryTerm(name, mass + keys + absorbed.CHUNK_BYTES, note=note)
+
+    def _spared(self, recipe: "Recipe", target: Target) -> Iterator[MemoryTerm]:
         if not self.config.only:
-            return []
+            return
         counts = count_parameters(recipe.model.build_spec())
         width = TORCH_DTYPE_MAP[recipe.training.dtype].itemsize
         spared = recipe.optimizer.bytes_per_parameter(recipe.training.dtype) - width
@@ -103,7 +125,7 @@ class IndexerTraining(Component):
         where: Literal["host", "device"] = (
             "host" if recipe.training.enable_cpu_offload else "device"
         )
-        return [MemoryTerm("gradients and moments of frozen parameters, not needed", -size, where)]
+        yield MemoryTerm("gradients and moments of frozen parameters, not needed", -size, where)
 
     def before_step(self, trainer: "RecipeTrainer") -> None:
         for loss in _losses(trainer):

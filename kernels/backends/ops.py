@@ -54,10 +54,12 @@ class SparseMlaKernels(Protocol):
         *,
         size: int,
         scale: float,
+        probabilities: bool,
         deterministic: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The gradient of q, and None; ``grad`` is that of ``out``, and the latents' is added to
-        ``dlatent``, float32 (T, r)."""
+        """The gradient of q; ``grad`` is that of ``out``, and the latents' is added to ``dlatent``,
+        float32 (T, r). With ``probabilities`` also float32 (Q, n), each pool's probability summed
+        over heads and the pool's tokens, 0 where there is no pool; otherwise None."""
         ...
 
 

@@ -20,6 +20,8 @@ from kernels.packed import bounds
 from kernels.precision import accumulation_dtype
 
 Support = Literal["selected", "visible"]
+Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Of an indexer's queries, weights and keys."""
 
 
 @dataclass(frozen=True)
@@ -121,19 +123,76 @@ class _IndexerKl(torch.autograd.Function):
             q=q, latent=latent, kv_b=kv_b, chosen=chosen, position=position, start=start,
             lengths=lengths, size=size, scale=teacher_scale,
         )  # fmt: skip
-        grad_q, grad_w = torch.zeros_like(queries), torch.zeros_like(weights)
-        grad_k = torch.zeros_like(keys, dtype=weights.dtype)
-        for chunk in _chunks(teacher, pools, support):
-            # Keys in full precision: their gradients are summed over queries before rounding.
-            wide_keys = keys[chunk.columns].to(weights.dtype)
-            parts = queries[chunk.rows], weights[chunk.rows], wide_keys
-            some_q, some_w, some_k = (part.detach().requires_grad_() for part in parts)
-            with torch.enable_grad():
-                loss = _divergence(some_q, some_w, some_k, chunk, scale)
-            dq, dw, dk = torch.autograd.grad(loss, (some_q, some_w, some_k), grad)
-            grad_q[chunk.rows], grad_w[chunk.rows] = dq, dw
-            grad_k.index_add_(0, chunk.columns.flatten(), dk.flatten(0, -2))
-        return grad_q, grad_w, grad_k.to(keys.dtype), *(None,) * 4
+        chunks = _chunks(teacher, pools, support)
+        _, grads = _differentiated(queries, weights, keys, chunks, scale, grad)
+        return *grads, *(None,) * 4
+
+
+def indexer_kl_of_mass(
+    queries: torch.Tensor,
+    weights: torch.Tensor,
+    keys: torch.Tensor,
+    pools: Pools,
+    chosen: torch.Tensor,
+    mass: torch.Tensor,
+    scale: float,
+    factor: float,
+) -> tuple[torch.Tensor, Gradients]:
+    """``indexer_kl`` over the selected pools, with gradients, where the attention is known already.
+
+    Working memory: one chunk of queries, about 256 MiB, and the keys' gradient in the dtype of
+    ``weights``.
+
+    Args:
+        queries, weights, keys, pools, scale: as for ``indexer_kl``; no graph is made.
+        chosen: int32 (T, n), pools that the queries attended to.
+        mass: (T, n) in the dtype of ``weights``, each pool's probability summed over the heads.
+        factor: on the gradients.
+
+    Returns:
+        The divergence, a scalar; ``factor`` times its gradients by queries, weights and keys, in
+        their dtypes.
+    """
+    chunks = _mass_chunks(chosen, mass, pools, queries_at_once(queries, chosen.shape[1]))
+    pull = weights.new_full((), factor)
+    return _differentiated(queries, weights, keys, chunks, scale, pull)
+
+
+def queries_at_once(queries: torch.Tensor, chosen: int) -> int:
+    """How many queries (T, heads, d) of ``chosen`` pools fit ``absorbed.CHUNK_BYTES``.
+
+    Of each pool keys and their gradient, (d,) three times, and per head products, rectified and
+    weighted ones and the gradients of all, exist in full precision.
+    """
+    heads, width = queries.shape[1:]
+    wide = accumulation_dtype(queries.dtype).itemsize
+    return max(1, absorbed.CHUNK_BYTES // max(1, chosen * (3 * width + 6 * heads) * wide))
+
+
+def _differentiated(
+    queries: torch.Tensor,
+    weights: torch.Tensor,
+    keys: torch.Tensor,
+    chunks: Iterator[_Chunk],
+    scale: float,
+    pull: torch.Tensor,
+) -> tuple[torch.Tensor, Gradients]:
+    """The divergence, and its gradients times the scalar ``pull``."""
+    total = weights.new_zeros(())
+    grad_q, grad_w = torch.zeros_like(queries), torch.zeros_like(weights)
+    grad_k = torch.zeros_like(keys, dtype=weights.dtype)
+    for chunk in chunks:
+        # Keys in full precision: their gradients are summed over queries before rounding.
+        wide_keys = keys[chunk.columns].to(weights.dtype)
+        parts = queries[chunk.rows], weights[chunk.rows], wide_keys
+        some_q, some_w, some_k = (part.detach().requires_grad_() for part in parts)
+        with torch.enable_grad():
+            loss = _divergence(some_q, some_w, some_k, chunk, scale)
+        dq, dw, dk = torch.autograd.grad(loss, (some_q, some_w, some_k), pull)
+        total += loss.detach()
+        grad_q[chunk.rows], grad_w[chunk.rows] = dq, dw
+        grad_k.index_add_(0, chunk.columns.flatten(), dk.flatten(0, -2))
+    return total, (grad_q, grad_w, grad_k.to(keys.dtype))
 
 
 def _tensors(teacher: Teacher) -> tuple[torch.Tensor, ...]:
@@ -179,8 +238,23 @@ def _selected_chunks(teacher: Teacher, pools: Pools) -> Iterator[_Chunk]:
         of_rows = t.q[rows], latent, w_key, ids, t.position[rows], t.start[rows]
         mass = Selected(*of_rows, t.size, t.scale).probabilities.sum(1)
         mass = mass[:, : ids.shape[1] * t.size].unflatten(1, (-1, t.size)).sum(-1)
-        columns = torch.where(ids >= 0, pools.before[rows].unsqueeze(1) + ids, 0)
-        yield _Chunk(rows, columns, ids >= 0, _normalised(mass, ids >= 0))
+        yield _of_pools(rows, ids, mass, pools)
+
+
+def _mass_chunks(
+    chosen: torch.Tensor, mass: torch.Tensor, pools: Pools, step: int
+) -> Iterator[_Chunk]:
+    if chosen.shape[1] == 0:
+        return
+    for begin in range(0, chosen.shape[0], step):
+        rows = slice(begin, begin + step)
+        yield _of_pools(rows, chosen[rows], mass[rows], pools)
+
+
+def _of_pools(rows: slice, ids: torch.Tensor, mass: torch.Tensor, pools: Pools) -> _Chunk:
+    """The chosen pools ``ids`` (Q, n) of queries ``rows``, and their share of the attention."""
+    columns = torch.where(ids >= 0, pools.before[rows].unsqueeze(1) + ids, 0)
+    return _Chunk(rows, columns, ids >= 0, _normalised(mass, ids >= 0))
 
 
 def _visible_chunks(teacher: Teacher, pools: Pools) -> Iterator[_Chunk]:

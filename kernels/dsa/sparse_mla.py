@@ -172,7 +172,7 @@ def _(
 
 
 @torch.library.custom_op("kernels::sparse_mla_backward", mutates_args=())
-def _backward(
+def sparse_mla_backward(
     grad_out: torch.Tensor,
     q: torch.Tensor,
     latent: torch.Tensor,
@@ -186,13 +186,14 @@ def _backward(
     scale: float,
     backend: str,
     chunk_bytes: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of q, latent and kv_b, in their dtypes."""
-    grad_q, grad_latent, grad_kv_b = run_backward(
+    emit: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """``run_backward`` with all gradients in the dtypes of what they are of."""
+    grad_q, grad_latent, grad_kv_b, mass = run_backward(
         grad_out, q, latent, kv_b, pools, position, start, mixed, lse, size, scale, backend,
-        chunk_bytes,
+        chunk_bytes, emit,
     )  # fmt: skip
-    return grad_q, grad_latent.to(latent.dtype), grad_kv_b
+    return grad_q, grad_latent.to(latent.dtype), grad_kv_b, mass
 
 
 def run_backward(
@@ -209,10 +210,13 @@ def run_backward(
     scale: float,
     backend: str,
     chunk_bytes: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    emit: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """The operation's backward; ``mixed`` and ``lse`` are empty if forward kept nothing.
 
-    The gradient of the latents is not rounded: for sums over ranks.
+    The gradient of the latents is not rounded: for sums over ranks. Last comes, if ``emit`` asks
+    for it, each pool's probability summed over heads and the pool's tokens, (Q, n) in
+    ``accumulation_dtype``, 0 where there is none; otherwise an empty tensor.
     """
     kernels, maps, low = _kernels(backend), _Maps(kv_b, q), latent.to(q.dtype)
     forward = SPARSE_MLA.guard(backend, kernels.forward)
@@ -222,6 +226,7 @@ def run_backward(
     grad_latent = torch.zeros_like(low, dtype=wide)
     grad_maps = q.new_zeros(heads, kv_b.shape[0] // heads, kv_b.shape[1], dtype=wide)
     options: dict[str, Any] = {"size": size, "scale": scale}
+    mass = q.new_empty(pools.shape if emit else 0, dtype=wide)
     exact_order = torch.are_deterministic_algorithms_enabled()
     for rows in _rows(len(q), queries_at_once(q, latent.shape[1], _IN_BACKWARD, chunk_bytes)):
         of_rows = pools[rows], position[rows], start[rows]
@@ -232,19 +237,21 @@ def run_backward(
             some, some_lse = forward(absorbed, low, *of_rows, **options)
         add_bmm_(grad_maps[:, d_qk:], grad.permute(1, 2, 0), some.transpose(0, 1))
         grad_some = _by_heads(grad, maps.value)
-        grad_absorbed, _ = backward(
+        grad_absorbed, some_mass = backward(
             absorbed, low, *of_rows, some, some_lse, grad_some, grad_latent,
-            **options, deterministic=exact_order,
+            **options, probabilities=emit, deterministic=exact_order,
         )  # fmt: skip
+        if emit:
+            mass[rows] = some_mass
         del absorbed, some, grad_some
         add_bmm_(grad_maps[:, :d_qk], q[rows].permute(1, 2, 0), grad_absorbed.transpose(0, 1))
         torch.bmm(grad_absorbed.transpose(0, 1), maps.key.mT, out=grad_q[rows].transpose(0, 1))
         del grad_absorbed
     # As new tensors, whatever the dtypes: an operation returns none that it was given.
-    return grad_q, grad_latent, grad_maps.view(kv_b.shape).to(kv_b.dtype)
+    return grad_q, grad_latent, grad_maps.view(kv_b.shape).to(kv_b.dtype), mass
 
 
-@_backward.register_fake
+@sparse_mla_backward.register_fake
 def _(
     grad_out: torch.Tensor,
     q: torch.Tensor,
@@ -259,8 +266,10 @@ def _(
     scale: float,
     backend: str,
     chunk_bytes: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return torch.empty_like(q), torch.empty_like(latent), torch.empty_like(kv_b)
+    emit: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    mass = q.new_empty(pools.shape if emit else 0, dtype=accumulation_dtype(q.dtype))
+    return torch.empty_like(q), torch.empty_like(latent), torch.empty_like(kv_b), mass
 
 
 def _kernels(backend: str) -> SparseMlaKernels:
@@ -280,7 +289,8 @@ def _differentiate(
 ) -> tuple[torch.Tensor | None, ...]:
     if grad_out is None:
         return (None,) * 11
-    grads = _backward(grad_out.contiguous(), *ctx.saved_tensors, *ctx.rest)
+    saved = ctx.saved_tensors
+    *grads, _ = sparse_mla_backward(grad_out.contiguous(), *saved, *ctx.rest, False)
     return *grads, *(None,) * 8
 
 

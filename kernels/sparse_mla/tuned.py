@@ -2,6 +2,8 @@
 
 import functools
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,21 @@ VARIANTS = {"forward": ("split", "simple"), "backward": ("split", "simple")}
 
 
 @functools.cache
-def _table() -> dict[str, dict[str, dict[str, dict[str, Any]]]]:
+def table() -> dict[str, dict[str, dict[str, dict[str, Any]]]]:
+    """What the file holds: by architecture, direction and variant the options of a ``build``, and
+    as "preferred" the variant for shapes that several take."""
     return json.loads(PATH.read_text())
+
+
+@contextmanager
+def trying(direction: str, variant: str, options: dict[str, Any]) -> Iterator[None]:
+    """Inside, ``choice`` gives these options for the variant."""
+    listed = table()["sm_90a"][direction]
+    before, listed[variant] = listed[variant], options
+    try:
+        yield
+    finally:
+        listed[variant] = before
 
 
 def choice(direction: str, shape: Shape, variant: str | None = None) -> tuple[str, dict[str, Any]]:
@@ -34,7 +49,7 @@ def choice(direction: str, shape: Shape, variant: str | None = None) -> tuple[st
         )
     if variant == "split" and shape.tail:
         raise ValueError(f"sparse_mla: tail={shape.tail}, the split {direction} takes 0 only")
-    listed = _table()["sm_90a"][direction]
+    listed = table()["sm_90a"][direction]
     if variant is None:
         variant = "simple" if shape.tail else listed["preferred"]["variant"]
     return variant, dict(listed[variant])

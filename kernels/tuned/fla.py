@@ -13,9 +13,8 @@ as it does for keys that a file does not have.
 
 import importlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,12 @@ import torch
 
 FOLDER = Path(__file__).parent
 PACKAGES = ("fla-core", "triton")
+
+HEADS = frozenset({"H", "HV"})
+"""What fla's kernels call the number of heads in their keys."""
+
+CHANNELS = frozenset({"causal_conv1d_fwd_kernel", "causal_conv1d_bwd_kernel"})
+"""Kernels whose key has the width of all heads, as "D", instead of their number."""
 
 MOST_BLOCKS = 2048
 """Most 65,536-row blocks that a free place of a key is filled for: 2M tokens of 64 heads."""
@@ -130,27 +135,67 @@ def note() -> str:
     return find(torch.cuda.get_device_name())[1] if torch.cuda.is_available() else ""
 
 
-@cache
-def use() -> int:
-    """Fill the autotuners' dictionaries for this machine's GPU, once per process.
+_used: int | None = None
+
+
+def use(shares: bool = True) -> int:
+    """Fill the autotuners' dictionaries for this machine's GPU, once per process: the first call
+    decides.
+
+    Args:
+        shares: see ``seed``.
 
     Returns:
         How many kernels have entries now.
     """
-    tuned, _ = find(torch.cuda.get_device_name())
-    return 0 if tuned is None else seed(tuned)
+    global _used
+    if _used is None:
+        tuned, _ = find(torch.cuda.get_device_name())
+        _used = 0 if tuned is None else seed(tuned, shares)
+    return _used
 
 
-def seed(tuned: Tuned) -> int:
-    """Fill the autotuners of a file's kernels; what they know already stays."""
+def seed(tuned: Tuned, shares: bool = True) -> int:
+    """Fill the autotuners of a file's kernels; what they know already stays.
+
+    Args:
+        shares: whether ranks that split the heads take what was measured for all of them, where the
+            file has nothing for their number: blocks of one head do the same work then.
+    """
     from triton import Config
 
     for name, kernel in tuned.kernels.items():
-        known = autotuner(kernel.module, name).cache
-        for entry, key in served_keys(kernel):
+        tuner = autotuner(kernel.module, name)
+        served = list(served_keys(kernel))
+        if shares:
+            places = head_places(name, tuner.keys, kernel.entries)
+            served += [(entry, key) for one in served for entry, key in shares_of(*one, places)]
+        for entry, key in served:
             made = Config(entry.kwargs, num_warps=entry.num_warps, num_stages=entry.num_stages)
-            known.setdefault(tuple(key), made)
+            tuner.cache.setdefault(tuple(key), made)
     return len(tuned.kernels)
+
+
+def head_places(name: str, names: Sequence[str], entries: Sequence[Entry]) -> list[int]:
+    """Where a kernel's keys have the number of heads, or the width of all.
+
+    Args:
+        names: of what the key is made of; tile sizes that are tuned are in no key.
+    """
+    wanted = {"D"} if name in CHANNELS else HEADS
+    tiles = {tile for entry in entries for tile in entry.kwargs}
+    return [i for i, n in enumerate(n for n in names if n not in tiles) if n in wanted]
+
+
+def shares_of(
+    entry: Entry, key: list[Any], places: Sequence[int]
+) -> Iterator[tuple[Entry, list[Any]]]:
+    """The keys of 2, 4, ... ranks that split the heads, down to an odd share."""
+    parts = 2
+    while places and all(key[place] % parts == 0 for place in places):
+        share = [part // parts if i in places else part for i, part in enumerate(key)]
+        yield entry, share
+        parts *= 2
 
 
 def served_keys(kernel: Kernel) -> Iterator[tuple[Entry, list[Any]]]:

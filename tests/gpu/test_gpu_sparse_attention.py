@@ -9,11 +9,14 @@ import torch
 import torchtitan.tools.utils
 
 from components.models.glm_flash.documents import Documents
+from kernels.attach import attach_loss
 from kernels.backends.ops import INDEXER, SPARSE_MLA
 from kernels.backends.registry import ITEMSIZE
 from kernels.dsa import dense, plain, sparse_mla
+from kernels.dsa.indexer_loss import Teacher, indexer_kl
 from kernels.dsa.pooling import find_pools
 from kernels.dsa.select import select_pools
+from kernels.dsa.sparse_mla_kl import Student, sparse_mla_kl
 from kernels.tuned import fla as tuned
 from tests.unit.absorbed_support import Gathering, offer
 
@@ -93,6 +96,49 @@ def test_attention_in_tilelang(keep: bool, chunk_bytes: int, exact: list[torch.T
         pytest.skip(reason)
     options: dict[str, Any] = {"backend": "tilelang", "keep": keep, "chunk_bytes": chunk_bytes}
     assert_near(train(sparse_mla.sparse_mla, *make(), **options), exact)
+
+
+def leaves_of_student() -> list[torch.Tensor]:
+    """An indexer's queries, weights and keys: 32 heads of 128."""
+    total, pools = sum(LENGTHS), sum(length // SIZE for length in LENGTHS)
+    weights = draw(total, 32, seed=9).float() * 32**-0.5
+    return [draw(total, 32, 128, seed=8), weights, draw(pools, 128, seed=10)]
+
+
+def train_both(together: bool, dtype: torch.dtype, **options: Any) -> list[torch.Tensor]:
+    """Output, gradients of q, latent, kv_b and of the indexer's three, and the divergence; from the
+    kernel, or from the plain forms of attention and loss."""
+    inputs, place = make()
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    tensors = [x.to(dtype) for x in (*inputs, *leaves_of_student())]
+    tensors[4] = leaves_of_student()[1].to(wide)
+    leaves, seen = [x.requires_grad_() for x in tensors], []
+    pools, size, scale = find_pools(LENGTHS, SIZE, torch.device("cuda")), SIZE, WIDTH**-0.5
+    if together:
+        student = Student(*leaves[3:], pools, 128**-0.5, 0.5, seen.append)
+        out = sparse_mla_kl(*leaves[:3], *place, student, size=size, scale=scale, **options)
+    else:
+        out = plain.sparse_mla(*leaves[:3], *place, size=size, scale=scale)
+        teacher = Teacher(*(x.detach() for x in leaves[:3]), *place, LENGTHS, size, scale)
+        loss = indexer_kl(*leaves[3:], pools, teacher, 128**-0.5, "selected")
+        out = attach_loss(out, loss, 0.5, seen.append)
+    out.backward(draw(*out.shape, seed=7).to(out.dtype))
+    return [out.detach(), *(leaf.grad for leaf in leaves), *seen]
+
+
+@pytest.mark.parametrize("chunk_bytes", [2**30, 2**25])
+def test_an_indexer_learns_from_the_kernels_probabilities(chunk_bytes: int) -> None:
+    reason = SPARSE_MLA.backends["tilelang"].why_not("cuda", PUBLISHED)
+    if reason is not None:
+        pytest.skip(reason)
+    found = train_both(True, torch.bfloat16, backend="tilelang", chunk_bytes=chunk_bytes)
+    wanted = train_both(False, torch.float64)
+    assert_near(found[:4], wanted[:4])
+    for name, a, b in zip(
+        ("queries", "weights", "keys", "divergence"), found[4:], wanted[4:], strict=True
+    ):
+        error, size = ((x.double()).norm().item() for x in (a.double() - b, b))
+        assert error <= SHARES[0] * size, f"{name}: off by {error:.2e} of {size:.2e}"
 
 
 def test_a_hopper_gpu_takes_the_kernels_by_itself() -> None:

@@ -11,9 +11,11 @@ import torch
 import torchtitan.tools.utils
 
 from kernels.dsa.keys import selected_tokens
-from kernels.sparse_mla import naive
+from kernels.sparse_mla import naive, tuned
+from kernels.sparse_mla.bench import OnGpu
 from kernels.sparse_mla.tilelang_backward import backward
 from kernels.sparse_mla.tilelang_forward import forward
+from kernels.sparse_mla.tune import GLM, Plan
 from kernels.sparse_mla.walk import Walk
 from tests.unit.sparse_mla_support import Problem, problem, spread_pools
 
@@ -224,3 +226,11 @@ def test_more_than_two_to_the_thirty_one_elements_of_queries() -> None:
     part = p.rows(last)
     dlatent = kernels(part, "split", "quads")[3]
     assert_as_good_as_bfloat16([*rows[:3], dlatent, rows[3]], part)
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_the_listed_form_passes_what_tuning_asks(direction: str) -> None:
+    bench = OnGpu(gate=(1, 5, 64, 301, 2100), timed=(4096,))
+    plan = Plan(direction, *tuned.choice(direction, GLM))
+    assert bench.wrong(plan, GLM, direction == "backward") is None
+    assert 0 < bench.milliseconds(plan, GLM) < 100

@@ -32,8 +32,8 @@ class Gathering:
     def backward(
         self, q: torch.Tensor, latent: torch.Tensor, pools: torch.Tensor, position: torch.Tensor,
         start: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, grad: torch.Tensor,
-        dlatent: torch.Tensor, *, size: int, scale: float, deterministic: bool,
-    ) -> tuple[torch.Tensor, None]:  # fmt: skip
+        dlatent: torch.Tensor, *, size: int, scale: float, probabilities: bool, deterministic: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
         self._count("deterministic backward" if deterministic else "backward", q)
         tokens, keys, logits = self._logits(q, latent, pools, position, start, size, scale)
         p = (logits - lse.unsqueeze(-1)).exp()
@@ -43,7 +43,11 @@ class Gathering:
         grad_keys = torch.einsum("qhk,qhr->qkr", p, grad)
         grad_keys += torch.einsum("qhk,qhr->qkr", grad_logits, q.to(p.dtype))
         dlatent.index_add_(0, tokens.flatten(), grad_keys.flatten(0, 1))
-        return torch.einsum("qhk,qkr->qhr", grad_logits, keys).to(q.dtype), None
+        dq = torch.einsum("qhk,qkr->qhr", grad_logits, keys).to(q.dtype)
+        if not probabilities:
+            return dq, None
+        in_pools = p.sum(1)[:, : pools.shape[1] * size]
+        return dq, in_pools.unflatten(1, (pools.shape[1], size)).sum(2)
 
     def _count(self, what: str, q: torch.Tensor) -> None:
         assert q.is_contiguous()

@@ -5,8 +5,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from components.core.base import Target
 from components.titan.trainer import RecipeTrainer
+from kernels.dsa import absorbed, indexer_loss
+from launch.config.load import load_recipe
+from launch.summary import memory_terms
 from tests.training import full, metrics, small_overrides, train, write_corpus
+from tests.unit.absorbed_support import Gathering, offer
 
 ON = ["components.indexer_training.enabled=true"]
 ONLY = [*ON, "components.indexer_training.only=true"]
@@ -122,3 +127,40 @@ def test_recomputation_changes_no_gradient_and_counts_once(
         for run in ("kept", "again")
     )
     assert one == pytest.approx(other, rel=1e-6)
+
+
+def test_a_kernel_teaches_under_recomputation_what_the_plain_attention_does(
+    tmp_path: Path, overrides: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also with few queries at a time, as ``model.sparse_mla_chunk`` asks for."""
+    settings = [*overrides, *ON, "training.steps=1", "components.layer_recompute.enabled=true"]
+    plain = train(tmp_path / "plain", settings, use=gradients_of_one_step)
+    kernels = Gathering()
+    offer(monkeypatch, kernels, "tilelang")
+    monkeypatch.delattr(indexer_loss, "Selected")
+    few = ["model.sparse_mla_kernel=auto", "model.sparse_mla_chunk=131072"]
+    found = train(tmp_path / "kernel", [*settings, *few], use=gradients_of_one_step)
+    assert kernels.calls.count("backward") >= 4
+    for name, gradient in plain.items():
+        assert gradient is not None and found[name] is not None
+        torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-7, msg=name)
+    (one,), (other,) = (
+        [line["indexer/kl"] for line in metrics(tmp_path / run) if "indexer/kl" in line]
+        for run in ("plain", "kernel")
+    )
+    # Sums of small differences of logarithms, in float32.
+    assert one == pytest.approx(other, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("setting", "mass"), [("selected", 4 * 512), ("visible", 0)], ids=lambda value: str(value)
+)
+def test_the_plan_has_the_probabilities_that_a_kernel_writes_down(setting: str, mass: int) -> None:
+    recipes = Path(__file__).parents[2] / "recipes"
+    support = f"components.indexer_training.support={setting}"
+    recipe = load_recipe(recipes / "glm_flash_4layer_8k_1xh200.yaml", [*ON, support]).recipe
+    recipe.model.sparse_mla_kernel = "tilelang"
+    found = {t.name: t.nbytes for t in memory_terms(recipe, Target("cuda", 1))}
+    keys = 8192 // 4 * 128 * 4
+    expected = 8192 * mass + keys + absorbed.CHUNK_BYTES
+    assert found["the indexers' loss, in one layer's backward"] == expected

@@ -28,8 +28,11 @@ class Shapes:
     def forward(self, q: torch.Tensor, *rest: Any, **options: Any) -> tuple[torch.Tensor, ...]:
         return torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
 
-    def backward(self, q: torch.Tensor, *rest: Any, **options: Any) -> tuple[torch.Tensor, None]:
-        return torch.empty_like(q), None
+    def backward(
+        self, q: torch.Tensor, latent: Any, pools: torch.Tensor, *rest: Any, **options: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        mass = q.new_empty(pools.shape, dtype=torch.float32) if options["probabilities"] else None
+        return torch.empty_like(q), mass
 
 
 class Ledger(TorchDispatchMode):

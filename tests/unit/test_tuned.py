@@ -27,7 +27,11 @@ def module(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """A module of fla's kind: one kernel tuned inside a heuristic, one not tuned."""
     made = ModuleType("fla.made_up")
     inner = SimpleNamespace(
-        cache={}, configs=[1, 2], base_fn=SimpleNamespace(__module__="fla.made_up"), fn=None
+        cache={},
+        configs=[1, 2],
+        keys=["D", "NB"],
+        base_fn=SimpleNamespace(__module__="fla.made_up"),
+        fn=None,
     )
     vars(made).update(norm=SimpleNamespace(fn=inner), plain=SimpleNamespace(fn=lambda: 0))
     monkeypatch.setitem(sys.modules, "fla.made_up", made)
@@ -83,6 +87,31 @@ def test_a_count_of_blocks_takes_the_nearest_entry(module: ModuleType) -> None:
     assert len(known) == fla.MOST_BLOCKS
 
 
+def test_shares_of_the_heads_take_what_all_heads_took(module: ModuleType) -> None:
+    """Not the tile that is tuned, nor a width that happens to be as many."""
+    module.norm.fn.keys = ["BT", "HV", "K", "BV"]
+    own = replace(ENTRY, key=[4, 6, 6], kwargs={"BT": 32}, num_warps=8)
+    kernel = Kernel("fla.made_up", [replace(ENTRY, key=[12, 12, 6], kwargs={"BT": 16}), own])
+    known = module.norm.fn.cache
+    fla.seed(tuned(norm=kernel), shares=False)
+    assert set(known) == {(12, 12, 6), (4, 6, 6)}
+    fla.seed(tuned(norm=kernel))
+    assert {key: known[key].num_warps for key in known} == {
+        (12, 12, 6): 4, (6, 12, 6): 4, (3, 12, 6): 4, (4, 6, 6): 8, (2, 6, 6): 8, (1, 6, 6): 8,
+    }  # fmt: skip
+
+
+def test_every_kernel_of_the_shipped_files_says_where_its_heads_are() -> None:
+    for path in fla.FOLDER.glob("fla_*.json"):
+        for name, kernel in fla.read(path).kernels.items():
+            tuner = fla.autotuner(kernel.module, name)
+            places = fla.head_places(name, tuner.keys, kernel.entries)
+            heads = {entry.key[place] for entry in kernel.entries for place in places}
+            whole = 8192 if name in fla.CHANNELS else 64
+            assert heads == ({whole} if places else set()), name
+            assert bool(places) != name.startswith("l2norm"), name
+
+
 def test_a_kernel_that_is_not_tuned_is_no_kernel_of_the_file(module: ModuleType) -> None:
     with pytest.raises(ValueError, match="fla.made_up.plain is not tuned by Triton"):
         fla.seed(tuned(plain=Kernel("fla.made_up", [ENTRY])))
@@ -110,21 +139,100 @@ def test_tuning_without_a_gpu_says_so(
     assert fla.note() == ""
 
 
-def test_what_a_file_serves_already_is_not_added() -> None:
-    found = Kernel(
-        "fla.made_up",
-        [ENTRY, replace(ENTRY, key=[64, 9, *ENTRY.key[2:]]), replace(ENTRY, key=[32, 5])],
-        free=1,
-    )
-    held = {"norm": Kernel("fla.made_up", [ENTRY], free=1), "old": Kernel("fla.old", [ENTRY])}
-    kernels = tune.added(held, {"norm": found, "new": Kernel("fla.new", [ENTRY])})
-    assert [entry.key for entry in kernels["norm"].entries] == [ENTRY.key, [32, 5]]
-    assert kernels["old"] == held["old"] and kernels["new"] == Kernel("fla.new", [ENTRY])
+def test_an_argument_that_tuning_does_not_know_is_refused(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert tune.main(["--all"]) == 2
+    assert "--all: legal is --add, or nothing" in capsys.readouterr().err
 
 
-def test_ranks_that_cannot_split_the_heads_are_refused() -> None:
-    with pytest.raises(ValueError, match="--context: 3 ranks cannot split 64 heads; legal: 1, 2"):
-        tune.main(["--context", "3"])
+def test_forms_are_those_that_context_parallelism_calls_too() -> None:
+    made = list(tune.forms())
+    assert len(made) == len(set(made)) == 12
+    assert {form.heads for form in made} == {64, 32, 16, 8}
+    assert all((f.lengths, f.entering, f.carries) == ((tune.TOKENS,), False, False)
+               for f in made if f.heads < 64)  # fmt: skip
+    (wide,) = (form for form in made if form.values != 128)
+    assert (wide.values, wide.entering, wide.carries, wide.backward) == (256, True, True, False)
+
+
+def test_every_form_is_called_as_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kernels.kda import fla as kda
+    from kernels.short_conv import fla as conv
+
+    seen: list[Any] = []
+    convolved: list[tuple[int, ...]] = []
+
+    def kda_piece(*given: Any, lower_bound: float, carries: bool) -> Any:
+        q, _, v, *_, lengths, state = given
+        seen.append((lengths, q.shape[1], v.shape[2], state is not None, carries, q.requires_grad))
+        out = sum(x.float().sum() for x in given[:7]) * torch.ones(len(q), 1, 1)
+        left = None if not carries else out.sum() + (0 if state is None else state.sum())
+        return out, left
+
+    def short_conv(x: Any, taps: Any, position: torch.Tensor, lengths: Any) -> Any:
+        assert position.tolist() == [i for length in lengths for i in range(length)]
+        convolved.append(tuple(x.shape))
+        return x * taps.sum()
+
+    monkeypatch.setattr(kda, "kda_piece", kda_piece)
+    monkeypatch.setattr(conv, "short_conv", short_conv)
+    monkeypatch.setattr(tune, "WIDTH", 4)
+    some = [
+        tune.Form((6,), 8, 4), tune.Form((6,), 8, 4, carries=True), tune.Form((2, 4), 8, 4),
+        tune.Form((6,), 2, 4), tune.Form((6,), 8, 8, entering=True, carries=True, backward=False),
+    ]  # fmt: skip
+    tune.exercise(torch.device("cpu"), some)
+    assert seen == [
+        (form.lengths, form.heads, form.values, form.entering, form.carries, form.backward)
+        for form in some
+    ]
+    assert convolved == [(6, 32), (6, 32), (6, 8)]
+
+
+def test_what_a_file_lacks_is_added_and_what_it_has_stays() -> None:
+    far, new = replace(ENTRY, key=[64, 9]), replace(ENTRY, key=[16, 5])
+    held = {"norm": Kernel("fla.made_up", [ENTRY], free=1)}
+    known = {"norm": {tuple(ENTRY.key), tuple(far.key)}}
+    # Seeded keys, a new one, a kernel with nothing new, and one that is new.
+    found = {
+        "norm": Kernel("fla.made_up", [ENTRY, far, new], free=1),
+        "other": Kernel("fla.made_up", [new]),
+    }
+    merged = tune.added(held, found, known)
+    assert merged == {
+        "norm": Kernel("fla.made_up", [ENTRY, new], free=1), "other": found["other"],
+    }  # fmt: skip
+    assert tune.added({}, found, {}) == found
+
+
+@pytest.mark.parametrize("add", [False, True])
+def test_tuning_writes_both_files(
+    add: bool, module: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stand-in for fla measures one new key, and what it does not remember."""
+    path = fla.path_of("NVIDIA H200", tmp_path)
+    kept = replace(ENTRY, key=[64], kwargs={"BT": 99})
+    fla.write(tuned(norm=Kernel("fla.made_up", [kept])), path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    monkeypatch.setattr(tune, "path_of", lambda gpu: path)
+    found = fla.find
+    monkeypatch.setattr(tune, "find", lambda gpu: found(gpu, tmp_path))
+    monkeypatch.setattr(tune, "use", lambda shares: fla.seed(fla.read(path), shares))
+    others: list[int] = []
+    monkeypatch.setattr(tune.sparse_mla, "main", lambda: others.append(1))
+
+    def measure(device: torch.device, chosen: Any) -> None:
+        config = SimpleNamespace(kwargs={"BT": 16}, num_warps=2, num_stages=4)
+        for key in ((64,), (16,)):
+            module.norm.fn.cache.setdefault(key, config)
+
+    monkeypatch.setattr(tune, "exercise", measure)
+    assert tune.main(["--add"] if add else []) == 0 and others == [1]
+    tiles = {entry.key[0]: entry.kwargs["BT"] for entry in fla.read(path).kernels["norm"].entries}
+    assert tiles == {64: 99 if add else 16, 16: 16}
+    assert path.with_suffix(".json.old").exists() != add
 
 
 def test_the_gpu_is_told_with_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

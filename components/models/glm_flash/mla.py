@@ -5,6 +5,7 @@ the sparse form; widths and the missing rotary part as in transformers' ``glm5_n
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torchtitan.models.common import Linear, RMSNorm
@@ -15,6 +16,7 @@ from components.models.glm_flash.indexer import Indexer
 from components.models.glm_flash.indexer_loss import IndexerLoss
 from components.recompute.tape import choice
 from kernels.dsa.plain import attend_backward, sparse_mla
+from kernels.dsa.sparse_mla_kl import Student
 
 Place = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Of queries: pools, position and start; see ``kernels.dsa.plain.sparse_mla``."""
@@ -22,6 +24,9 @@ Place = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 class SparseMlaCore(Module):
     """Softmax attention of every query over its chosen tokens. No parameters."""
+
+    teaches: ClassVar[bool] = False
+    """Whether ``teach`` is there: the attention's backward pass yields the pools' probabilities."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
@@ -43,6 +48,7 @@ class SparseMlaCore(Module):
         documents: Documents,
         *,
         transient: bool = False,
+        student: Student | None = None,
     ) -> torch.Tensor:
         """Attend.
 
@@ -54,11 +60,14 @@ class SparseMlaCore(Module):
             documents: of the T tokens.
             transient: whether the graph is gone before much else is kept: then it may keep more, so
                 that less runs in backward.
+            student: an indexer that backward is to train, where this ``teaches``.
 
         Returns:
             (T, heads, v_head_dim) in the dtype of ``q``.
         """
         place = pools, documents.position, documents.start
+        if student is not None:
+            return self.teach(q, latent, kv_b, place, student)
         return self.attend(q, latent, kv_b, place, transient)
 
     def attend(
@@ -87,6 +96,17 @@ class SparseMlaCore(Module):
         """
         size, scale = self.config.kpool, self.config.scale
         return attend_backward(grad_out, q, latent, kv_b, *place, size=size, scale=scale)
+
+    def teach(
+        self,
+        q: torch.Tensor,
+        latent: torch.Tensor,
+        kv_b: torch.Tensor,
+        place: Place,
+        student: Student,
+    ) -> torch.Tensor:
+        """``attend``, whose backward also trains an indexer; see ``kernels.dsa.sparse_mla_kl``."""
+        raise NotImplementedError(f"{type(self).__name__} yields no probabilities of pools")
 
 
 class SparseMLA(Module):
@@ -131,8 +151,7 @@ class SparseMLA(Module):
             # Detached: the loss trains the indexer and nothing before it.
             inputs = self.indexer.prepare(flat.detach(), query_latent.detach(), documents)
             chosen = choice(lambda: self.indexer.choose(inputs, documents))
-            out = self.core(q, latent, kv_b, chosen, documents)
-            out = self.indexer_loss(out, inputs, q, latent, kv_b, chosen, documents)
+            out = self.indexer_loss(self.core, inputs, q, latent, kv_b, chosen, documents)
         return self.o_proj(out.flatten(1)).view_as(x)
 
     def queries(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -13,6 +13,7 @@ from components.models.settings import KernelChoice
 from kernels.backends.ops import INDEXER, SPARSE_MLA, IndexerKernels
 from kernels.backends.registry import ITEMSIZE, REFERENCE, Choice
 from kernels.dsa import dense, sparse_mla
+from kernels.dsa.sparse_mla_kl import Student, sparse_mla_kl
 from kernels.precision import accumulation_dtype
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ class KernelSparseMlaCore(SparseMlaCore):
         backend: str
         """A name in ``SPARSE_MLA.backends``."""
 
+    teaches = True
     config: Config
 
     def attend(
@@ -62,6 +64,21 @@ class KernelSparseMlaCore(SparseMlaCore):
         return sparse_mla.run_backward(
             grad_out, q, latent, kv_b, *place, nothing, nothing, settings.kpool, settings.scale,
             settings.backend, settings.chunk_bytes,
+        )[:3]  # fmt: skip
+
+    def teach(
+        self,
+        q: torch.Tensor,
+        latent: torch.Tensor,
+        kv_b: torch.Tensor,
+        place: Place,
+        student: Student,
+    ) -> torch.Tensor:
+        """See ``SparseMlaCore.teach``."""
+        settings = self.config
+        return sparse_mla_kl(
+            q, latent, kv_b, *place, student, size=settings.kpool, scale=settings.scale,
+            backend=settings.backend, chunk_bytes=settings.chunk_bytes,
         )  # fmt: skip
 
 

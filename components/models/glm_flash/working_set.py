@@ -30,7 +30,7 @@ temporary tensors per token while a part runs backward:
 
 Not included: gradients of parameters, gathered parameters and what exchanges between ranks hold,
 all of which depend on the sharding; with expert parallelism ranks are taken to get as many rows as
-they send; the loss that ``components.indexer_training`` adds.
+they send; the loss that ``components.indexer_training`` adds, which has a term of its own.
 
 A part that ``components.sublayer_chunking`` cuts keeps its input and, per piece, a state (KDA) or
 pool numbers (DSA); what it would keep and need besides is that of one piece. Under
