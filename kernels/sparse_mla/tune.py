@@ -123,7 +123,7 @@ def tune(bench: Bench, listed: Table, say: Callable[[str], None]) -> Table:
             preferred = challenger
         new["preferred"] = {**old["preferred"], "variant": preferred}
         found[direction] = new
-        for name in new:
+        for name in ("preferred", *variants):
             say(f"{direction} {name}: {_change(old[name], new[name])}")
     return found
 

@@ -57,7 +57,7 @@ def choice(direction: str, shape: Shape, variant: str | None = None) -> tuple[st
 
 def walk_of(tokens: int) -> Walk:
     """How the split backward walks through the tiles of a latent of so many tokens."""
-    listed = _table()["sm_90a"]["backward"]["walk"]
+    listed = table()["sm_90a"]["backward"]["walk"]
     if tokens < listed["from_tokens"]:
         return Walk()
     return Walk(in_phase=listed["in_phase"], range_tokens=listed["range_tokens"])
