@@ -73,9 +73,7 @@ def _kind(size: Size) -> str:
 
 def _config(size: Size) -> Any:
     """The whole part's config."""
-    settings: dict[str, Any] = {
-        "dim": size.shape["D"], "n_experts": _EXPERTS, "top_k": _EXPERTS, "load_balance_coeff": None,
-    }  # fmt: skip
+    settings: dict[str, Any] = {"dim": size.shape["D"], "n_experts": _EXPERTS, "top_k": _EXPERTS}
     if not size.shape["wide"]:
         settings |= {
             "kda_heads": 2, "kda_head_dim": 16, "n_heads": 2, "q_lora_rank": 32,
@@ -101,7 +99,8 @@ def _build(inputs: Inputs, chunk_tokens: int | None, dtype: torch.dtype) -> nn.M
                 setattr(parent, attribute, swap(inner))
     with torch.device(inputs.device):
         part = config.build()
-    part.load_state_dict(inputs.weights)
+    # Buffers, such as the router's bias, stay as they are built.
+    part.load_state_dict(part.state_dict() | inputs.weights)
     for module in part.modules():
         full = isinstance(module, KdaCore | ShortConv) and dtype != torch.float64
         for parameter in module.parameters(recurse=False):
