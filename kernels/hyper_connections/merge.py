@@ -36,9 +36,12 @@ class _Merge(torch.autograd.Function):
         out: torch.Tensor,
         post: torch.Tensor,
         mix: torch.Tensor,
+        unread: bool,
         *made_of: torch.Tensor,
     ) -> torch.Tensor:
         ctx.save_for_backward(out, post, mix, *(made_of or (streams,)))
+        if unread:
+            return streams.new_zeros(()).expand(streams.shape)
         merged = torch.empty_like(streams, memory_format=torch.contiguous_format)
         (rows,), parts = by_token(merged), by_token(streams, out, post, mix)
         for block in row_blocks(len(rows), rows.shape[1:].numel()):
@@ -60,7 +63,7 @@ class _Merge(torch.autograd.Function):
             for whole, piece in zip(wholes, found, strict=True):
                 whole[block] = piece
         made_of = kept[1:] and kept
-        return *grads, *(None for _ in made_of)
+        return *grads, None, *(None for _ in made_of)
 
 
 def rows_of(source: Sequence[torch.Tensor], block: slice) -> torch.Tensor:
@@ -113,6 +116,7 @@ def merge(
     post: torch.Tensor,
     mix: torch.Tensor,
     made_of: MadeOf = (),
+    unread: bool = False,
 ) -> torch.Tensor:
     """``new_j = post_j * out + sum_i mix_ij * streams_i``.
 
@@ -126,8 +130,9 @@ def merge(
         post: (..., n) float32.
         mix: (..., n incoming, n outgoing) float32.
         made_of: kept instead of ``streams``.
+        unread: only the graph is wanted; returns zeros that take no memory.
 
     Returns:
         (..., n, D).
     """
-    return _Merge.apply(streams, out, post, mix, *made_of)
+    return _Merge.apply(streams, out, post, mix, unread, *made_of)

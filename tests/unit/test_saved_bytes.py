@@ -32,10 +32,13 @@ from components.models.glm_flash.saved_bytes import (
 from components.models.glm_flash.settings import GlmFlashModel
 from components.models.glm_flash.short_conv import ShortConv
 from components.models.glm_flash.trimmed import SITES, trim
+from components.recompute.layer import RecomputedLayer
 from kernels import row_blocks
 from kernels.dsa import absorbed, select
+from kernels.hyper_connections import merge
 from launch.config.groups import RECIPES
 from launch.config.load import load_recipe
+from tests.swaps import counted
 from tests.unit.models_support import tiny_glm
 
 CUTS = {
@@ -348,9 +351,12 @@ def test_layers_that_merge_streams_again_have_the_same_bits(index, monkeypatch):
     for more in (False, True):
         torch.manual_seed(0)
         layer = list(build(settings, torch.bfloat16, sites, more=more).layers.values())[index]
-        streams = given.clone().requires_grad_()
-        out = layer(streams, Documents.from_lengths((40, 30)))
-        out.backward(pull)
+        streams, merged = given.clone().requires_grad_(), []
+        with counted(merge, "_merge_block", merged):
+            out = RecomputedLayer(layer)(streams, Documents.from_lengths((40, 30)))
+            out.backward(pull)
+        # Of 5 blocks: twice forward, and twice again; not the last, but those between three times.
+        assert len(merged) == 5 * (2 + (1 + 3 if more else 2))
         named = dict(layer.named_parameters())
         grads = {name: p.grad for name, p in named.items() if p.grad is not None}
         found.append({"out": out.detach(), "streams": streams.grad, **grads})

@@ -12,7 +12,7 @@ from components.models.glm_flash.documents import Documents
 from components.models.glm_flash.hyper_connections import HyperConnection
 from components.models.glm_flash.kda import KDA
 from components.models.glm_flash.mla import SparseMLA
-from components.recompute.tape import sublayer
+from components.recompute.tape import sublayer, unread
 from kernels.hyper_connections.merge import MadeOf
 
 
@@ -53,7 +53,7 @@ class GlmFlashBlock(Module):
         x, post, mix = self.ffn_hc(streams, made_of)
         ffn = self.moe if self.moe_enabled else self.feed_forward
         out = sublayer(lambda: ffn(self.ffn_norm(x)))
-        return self.ffn_hc.write(streams, out, post, mix, made_of)
+        return self.ffn_hc.write(streams, out, post, mix, made_of, unread())
 
     def keep_instead(self, *merged: torch.Tensor) -> MadeOf:
         """What is kept instead of the streams between both parts, of what they are merged of."""
@@ -61,8 +61,8 @@ class GlmFlashBlock(Module):
 
 
 class RebuildingBlock(GlmFlashBlock):
-    """A layer that merges the streams between its parts again in backward. Its hyper-connections
-    are trimmed."""
+    """A layer that merges the streams between its parts again in backward, three times, and not its
+    result where it runs again for its graph alone. Its hyper-connections are trimmed."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(GlmFlashBlock.Config):

@@ -105,6 +105,7 @@ class HyperConnection(Module):
         post: torch.Tensor,
         mix: torch.Tensor,
         made_of: MadeOf = (),
+        unread: bool = False,
     ) -> torch.Tensor:
         """Mix the streams and add the mixer's output to each.
 
@@ -113,9 +114,10 @@ class HyperConnection(Module):
             out: (B, L, D).
             post, mix: from ``forward``.
             made_of: as given to ``forward``.
+            unread: whether nobody reads the result; counts where ``made_of`` is given.
 
         Returns:
             (B, L, n, D).
         """
-        kept = (made_of,) if made_of else ()
+        kept = (made_of, unread) if made_of else ()
         return self.merge(streams, out, post, mix, *kept)
