@@ -1,4 +1,4 @@
-"""Mixers and dense feed-forward parts that hold a piece of the tokens at a time."""
+"""Mixers, dense feed-forward parts and streams of a layer, a piece of the tokens at a time."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -8,6 +8,7 @@ from components.core.base import Component, MemoryTerm, Target
 from components.core.problems import Problem, nearest_multiples
 from components.core.sizes import FLOAT32, local_tokens
 from components.core.units import Tokens
+from components.models.glm_flash.block import GlmFlashBlock, rebuilding
 from components.models.glm_flash.chunked.overrides import (
     chunked_dsa,
     chunked_feed_forward,
@@ -74,7 +75,12 @@ class SublayerChunking(Component):
 
         shared_expert: bool = False
         """SwiGLU of the expert that every token visits; a sixth of a dense layer's width in
-        GLM-5.3-Flash, so there is little to gain."""
+        GLM-5.3-Flash, so there is little to gain, but next to experts in chunks."""
+
+        streams: bool = False
+        """Residual streams between a layer's mixer and its feed-forward part: not kept, but merged
+        again, a block of tokens at a time, by each of the three functions that need them in
+        backward. The same bits; takes components.precision_trimming.hyper_connections."""
 
         def __post_init__(self) -> None:
             if self.chunk_tokens < _UNIT or self.chunk_tokens % _UNIT:
@@ -103,13 +109,25 @@ class SublayerChunking(Component):
                 f"use {f'a multiple of {_UNIT} below {tokens}, or ' if tokens > _UNIT else ''}"
                 f"{self.path}.enabled=false",
             )
-        counts = _counts(recipe.model)
-        if not any(self._wanted(counts).values()):
+        yield from self._check_parts(recipe, _counts(recipe.model))
+
+    def _check_parts(self, recipe: "Recipe", counts: dict[str, int]) -> Iterator[Problem]:
+        if not self.config.streams and not any(self._wanted(counts).values()):
             there = ", ".join(f"{self.path}.{name}" for name, count in counts.items() if count)
             yield Problem(
                 f"{self.path}.enabled",
                 "true with no part to cut saves nothing",
-                f"switch on one of {there}; or {self.path}.enabled=false",
+                f"switch on one of {there}, {self.path}.streams; or {self.path}.enabled=false",
+            )
+        trimming = recipe.components.precision_trimming
+        if self.config.streams and not (
+            trimming.enabled and trimming.hyper_connections is not False
+        ):
+            yield Problem(
+                f"{self.path}.streams",
+                "true merges streams again by components.precision_trimming.hyper_connections, "
+                "which is off",
+                f"use components.precision_trimming.enabled=true, or {self.path}.streams=false",
             )
         if self.config.dsa and counts["dsa"] and recipe.components.indexer_training.enabled:
             yield Problem(
@@ -124,6 +142,8 @@ class SublayerChunking(Component):
         for name, count in self._wanted(_counts(plan.recipe.model)).items():
             if count:
                 plan.override(self.name, _FACTORIES[name], chunk_tokens=self.config.chunk_tokens)
+        if self.config.streams:
+            plan.swap(self.name, GlmFlashBlock.Config, rebuilding)
 
     def memory_terms(self, recipe: "Recipe", target: Target) -> list[MemoryTerm]:
         """What a recomputed layer takes instead of running a part again."""

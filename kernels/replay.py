@@ -41,12 +41,12 @@ class _Replay(torch.autograd.Function):
         flat = _flat(tensors[: ctx.count], ctx.leading)
         blocks = _blocks(flat)
         if len(blocks) == 1:
-            return *(None,) * 3, *_gradients(ctx.compute, tensors, wanted, grad)
+            return *(None,) * 3, *gradients(ctx.compute, tensors, wanted, grad)
         (pulls,) = _flat([grad], ctx.leading)
         sums = _Sums(tensors, wanted, ctx.count, ctx.leading)
         for block in blocks:
             parts = [*(t[block] for t in flat), *tensors[ctx.count :]]
-            sums.add(block, _gradients(ctx.compute, parts, wanted, pulls[block]))
+            sums.add(block, gradients(ctx.compute, parts, wanted, pulls[block]))
         return *(None,) * 3, *sums.results()
 
 
@@ -88,7 +88,7 @@ def _blocks(rows: Sequence[torch.Tensor]) -> list[slice]:
     return list(row_blocks(len(rows[0]), width))
 
 
-def _gradients(
+def gradients(
     compute: Callable[..., torch.Tensor],
     tensors: Sequence[torch.Tensor],
     wanted: Sequence[bool],

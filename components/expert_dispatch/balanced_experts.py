@@ -11,9 +11,10 @@ from torchtitan.models.common.token_dispatcher import BaseEPTokenDispatcher
 
 from components.core.shards import local_of
 from components.expert_dispatch.balanced import run_balanced
+from components.expert_dispatch.counts import fullest, gather_counts
 from components.expert_dispatch.layer_pass import Surroundings
-from components.expert_dispatch.layer_plan import LayerLoad, LayerPlan, PlanRule, gather_counts
-from components.expert_dispatch.partition import WHOLE, ChunkRule, Membership, Partition, agree
+from components.expert_dispatch.layer_plan import LayerLoad, LayerPlan, PlanRule
+from components.expert_dispatch.partition import WHOLE, ChunkRule, Membership, agree
 from components.expert_dispatch.weights import weight_group
 from components.recompute.tape import choice, recomputing
 from components.titan.combine import combine_at_home
@@ -70,7 +71,7 @@ class BalancedRoutedExperts(RoutedExperts):
             )
         self.kept_chunks, self.rounded_sums = config.kept_chunks, config.rounded_sums
         self.latest: LayerLoad | None = None
-        self._agreed = False
+        self._compared = False
 
     def forward(
         self,
@@ -113,29 +114,22 @@ class BalancedRoutedExperts(RoutedExperts):
 
     def _plan(self, ids: torch.Tensor, group: dist.ProcessGroup) -> LayerPlan:
         """As made in forward: a layer that runs again does not ask the other ranks again."""
-        partition = self._partition(ids, group)
-        experts = self.token_dispatcher.num_experts
+        self._compare_settings(ids, group)
+        rule, experts = self.chunk_rule, self.token_dispatcher.num_experts
+        counts = choice(lambda: gather_counts(ids, experts, rule, group))
         return LayerPlan(
             rank=dist.get_rank(group),
-            counts=choice(lambda: gather_counts(ids, experts, partition, group)),
-            partition=partition,
+            counts=counts,
+            partition=rule.cut(len(ids), fullest(counts, ids.shape[1])),
             rule=self.plan_rule,
         )
 
-    def _partition(self, ids: torch.Tensor, group: dist.ProcessGroup) -> Partition:
-        rule, tokens = self.chunk_rule, len(ids)
-
-        def ask() -> Partition:
-            return agree(rule, tokens, group, ids.device, self.plan_rule.settings)
-
-        if rule.max_chunks == 1:
-            # Whatever ranks hold, it is one chunk: the settings are worth asking for, once. A rank
-            # that was told to cut asks in the same way, so they meet and see that they differ.
-            if not self._agreed:
-                ask()
-                self._agreed = True
-            return rule.cut(tokens)
-        return rule.cut(tokens, int(choice(lambda: torch.tensor(ask().largest))))
+    def _compare_settings(self, ids: torch.Tensor, group: dist.ProcessGroup) -> None:
+        """Once: they do not change, and the host waits for the answer. Experts in chunks that are
+        not planned ask in the same way, so such ranks meet as well, and see that they differ."""
+        if not self._compared:
+            agree(self.chunk_rule, len(ids), group, ids.device, self.plan_rule.settings)
+            self._compared = True
 
     def _expert_bytes(self, layer: LayerPlan) -> int:
         """Of one expert's weights, as they are while the layer runs."""

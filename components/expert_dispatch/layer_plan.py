@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
-import torch.distributed as dist
 
 from components.expert_dispatch.exchange import Exchange, exchange
 from components.expert_dispatch.partition import Partition
@@ -158,24 +157,3 @@ def scaled(whole: Plan, loads: torch.Tensor) -> Plan:
 
     # The last row of an expert is the last of the part's: shares of 1 are exact. So is 0.
     return replace(whole, loads=loads, begin=move(whole.begin), end=move(whole.end))
-
-
-def gather_counts(
-    ids: torch.Tensor, experts: int, partition: Partition, group: dist.ProcessGroup
-) -> torch.Tensor:
-    """Routes of each rank of the group, in each chunk, to each expert.
-
-    One all-gather, and one read by the host.
-
-    Args:
-        ids: of this rank's routes, int64 (N, top_k).
-        experts: of the whole layer, E.
-        partition: of the N tokens.
-
-    Returns:
-        int64 (P, K, E), on the CPU.
-    """
-    mine = partition.send_table(ids, experts)
-    everyone = mine.new_empty(dist.get_world_size(group), *mine.shape)
-    dist.all_gather_single(everyone.view(-1), mine.view(-1), group=group)
-    return everyone.cpu()

@@ -69,6 +69,19 @@ class ChunkRule:
         chunks = max(1, min(-(-most // self.chunk_tokens), self.max_chunks))
         return Partition(tokens=tokens, chunks=chunks, largest=most, membership=self.membership)
 
+    def chunks_on_device(self, largest: torch.Tensor) -> torch.Tensor:
+        """``cut(...).chunks`` where the host does not know how many tokens the fullest rank holds.
+
+        Args:
+            largest: int64, on any device.
+
+        Returns:
+            int64, of the same shape and device. Nothing waits for it.
+        """
+        # No layer has as many tokens, and larger numbers do not fit.
+        chunk_tokens = min(self.chunk_tokens, 2**62)
+        return (-(-largest // chunk_tokens)).clamp(1, self.max_chunks)
+
 
 WHOLE = ChunkRule(chunk_tokens=1, max_chunks=1)
 """One chunk, however many tokens."""
@@ -85,7 +98,7 @@ class Partition:
     """Chunks, K; the same on every rank of the group. Some may be empty."""
 
     largest: int
-    """Tokens of the group's fullest rank; this one's where nobody asked, as of ``WHOLE``."""
+    """Tokens of the group's fullest rank; this one's where nobody asked."""
 
     membership: Membership
 
@@ -109,10 +122,7 @@ class Partition:
 
     def chunk_of(self, device: torch.device | str) -> torch.Tensor:
         """The chunk of every token: int64 (N,)."""
-        tokens = torch.arange(self.tokens, device=device)
-        if self.membership == "strided":
-            return tokens % self.chunks
-        return tokens // max(self.chunk_tokens, 1)
+        return chunk_of(self.tokens, self.chunks, self.membership, device)
 
     def receive_bound(self, ranks: int, top_k: int) -> int:
         """Rows that one rank can receive in one chunk, at most, whatever the router does: every
@@ -125,11 +135,38 @@ class Partition:
         Args:
             destination: rank of every route, int64 (N, top_k).
         """
-        chunk = self.chunk_of(destination.device).unsqueeze(1)
-        cell = (chunk * ranks + destination).flatten()
-        # Not bincount: on CUDA it waits for the device to learn how long its result is.
-        table = cell.new_zeros(self.chunks * ranks)
-        return table.scatter_add_(0, cell, torch.ones_like(cell)).view(self.chunks, ranks)
+        chunk = self.chunk_of(destination.device)
+        return count_pairs(chunk, destination, self.chunks, ranks, torch.int64)
+
+
+def chunk_of(
+    tokens: int, chunks: int | torch.Tensor, membership: Membership, device: torch.device | str
+) -> torch.Tensor:
+    """The chunk of every token: int64 (N,).
+
+    Args:
+        chunks: K, 1 or more; as a tensor int64 of one number, on the device.
+    """
+    place = torch.arange(tokens, device=device)
+    if membership == "strided":
+        return place % chunks
+    return place // -(-max(tokens, 1) // chunks)
+
+
+def count_pairs(
+    chunk: torch.Tensor, destination: torch.Tensor, chunks: int, others: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """Routes of each chunk to each destination: (chunks, others), on the device of the inputs.
+
+    Args:
+        chunk: of every token, int64 (N,); below ``chunks``.
+        destination: of every route, int64 (N, top_k); below ``others``.
+        dtype: of the numbers.
+    """
+    cell = (chunk.unsqueeze(1) * others + destination).flatten()
+    # Not bincount: on CUDA it waits for the device to learn how long its result is.
+    table = cell.new_zeros(chunks * others, dtype=dtype)
+    return table.scatter_add_(0, cell, torch.ones_like(cell, dtype=dtype)).view(chunks, others)
 
 
 def agree(
@@ -141,8 +178,8 @@ def agree(
 ) -> Partition:
     """Cut this rank's tokens into as many chunks as every other rank of its group.
 
-    One all-reduce and one read by the host. Call it before anything is sent by chunk, on every rank
-    of the group, also on one without tokens.
+    One all-reduce, as large whatever the settings, and one read by the host. Call it on every rank
+    of the group, also on one without tokens, before anything is sent whose size they decide.
 
     Args:
         tokens: of this rank.

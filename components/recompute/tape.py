@@ -65,6 +65,11 @@ class Tape:
         """Whether the latest run is not the first."""
         return self._mode != "record"
 
+    @property
+    def unread(self) -> bool:
+        """Whether the latest run is for its graph alone."""
+        return self._mode == "replay"
+
     @contextmanager
     def recording(self) -> Iterator[None]:
         """The region's first run."""
@@ -174,6 +179,12 @@ def recomputing() -> bool:
     """Whether this is a second or third run of a region."""
     tape = _tape()
     return tape is not None and tape.recomputing
+
+
+def unread() -> bool:
+    """Whether a region runs again for its graph alone, and nobody reads what it returns."""
+    tape = _tape()
+    return tape is not None and tape.unread
 
 
 @torch.no_grad()

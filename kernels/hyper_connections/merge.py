@@ -1,11 +1,21 @@
-"""Write a mixer's output back into the residual streams, and mix them."""
+"""Write a mixer's output back into the residual streams, and mix them.
 
+Streams are the widest thing that a layer keeps, and those between its mixer and its feed-forward
+part are merged of what it keeps anyway. Functions that read such streams can keep that instead
+(``MadeOf``), and merge a block of tokens again when they need it: the same bits.
+"""
+
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from kernels.precision import accumulation_dtype
 from kernels.row_blocks import row_blocks
+
+MadeOf = tuple[torch.Tensor, ...]
+"""The arguments of the ``merge`` that made some streams, without a graph; empty: streams that are
+kept themselves."""
 
 
 def merge_reference(
@@ -20,10 +30,20 @@ class _Merge(torch.autograd.Function):
     """One stream after the other, a block of tokens at a time."""
 
     @staticmethod
-    def forward(ctx: Any, *inputs: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(*inputs)
-        merged = torch.empty_like(inputs[0], memory_format=torch.contiguous_format)
-        (rows,), parts = _by_token(merged), _by_token(*inputs)
+    def forward(
+        ctx: Any,
+        streams: torch.Tensor,
+        out: torch.Tensor,
+        post: torch.Tensor,
+        mix: torch.Tensor,
+        unread: bool,
+        *made_of: torch.Tensor,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(out, post, mix, *(made_of or (streams,)))
+        if unread:
+            return streams.new_zeros(()).expand(streams.shape)
+        merged = torch.empty_like(streams, memory_format=torch.contiguous_format)
+        (rows,), parts = by_token(merged), by_token(streams, out, post, mix)
         for block in row_blocks(len(rows), rows.shape[1:].numel()):
             rows[block] = _merge_block(*(part[block] for part in parts))
         return merged
@@ -31,17 +51,32 @@ class _Merge(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        inputs = ctx.saved_tensors
+        out, post, mix, *kept = ctx.saved_tensors
+        # What streams were merged of begins with streams of the same shape and dtype.
+        inputs = kept[0], out, post, mix
         grads = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in inputs]
-        (rows,), parts, wholes = _by_token(grad), _by_token(*inputs), _by_token(*grads)
+        (rows,), wholes = by_token(grad), by_token(*grads)
+        (_, *parts), source = by_token(*inputs), by_token(*kept)
         for block in row_blocks(len(rows), rows.shape[1:].numel()):
-            found = _merge_block_backward(rows[block], *(part[block] for part in parts))
+            streams = rows_of(source, block)
+            found = _merge_block_backward(rows[block], streams, *(part[block] for part in parts))
             for whole, piece in zip(wholes, found, strict=True):
                 whole[block] = piece
-        return tuple(grads)
+        made_of = kept[1:] and kept
+        return *grads, None, *(None for _ in made_of)
 
 
-def _by_token(first: torch.Tensor, *others: torch.Tensor) -> list[torch.Tensor]:
+def rows_of(source: Sequence[torch.Tensor], block: slice) -> torch.Tensor:
+    """Rows of some streams: (t, n, D).
+
+    Args:
+        source: the streams (T, n, D), or what they were merged of, ``by_token``.
+    """
+    parts = [tensor[block] for tensor in source]
+    return parts[0] if len(parts) == 1 else _merge_block(*parts)
+
+
+def by_token(first: torch.Tensor, *others: torch.Tensor) -> list[torch.Tensor]:
     """Flat in the leading dimensions, all but two of the first tensor's."""
     last = first.dim() - 3
     return [t.flatten(0, last) for t in (first, *others)]
@@ -76,7 +111,12 @@ def _merge_block_backward(
 
 
 def merge(
-    streams: torch.Tensor, out: torch.Tensor, post: torch.Tensor, mix: torch.Tensor
+    streams: torch.Tensor,
+    out: torch.Tensor,
+    post: torch.Tensor,
+    mix: torch.Tensor,
+    made_of: MadeOf = (),
+    unread: bool = False,
 ) -> torch.Tensor:
     """``new_j = post_j * out + sum_i mix_ij * streams_i``.
 
@@ -89,8 +129,10 @@ def merge(
         out: (..., D), the mixer's output, the dtype of ``streams``.
         post: (..., n) float32.
         mix: (..., n incoming, n outgoing) float32.
+        made_of: kept instead of ``streams``.
+        unread: only the graph is wanted; returns zeros that take no memory.
 
     Returns:
         (..., n, D).
     """
-    return _Merge.apply(streams, out, post, mix)
+    return _Merge.apply(streams, out, post, mix, unread, *made_of)

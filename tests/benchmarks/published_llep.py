@@ -21,9 +21,10 @@ from torchtitan.config import derive
 from torchtitan.distributed.spmd_types import maybe_set_sparse_mesh
 from torchtitan.models.common.moe import RoutedExperts
 
+from components.expert_dispatch.counts import gather_counts
 from components.expert_dispatch.exchange import Placement, exchange
-from components.expert_dispatch.layer_plan import PlanRule, gather_counts
-from components.expert_dispatch.partition import Partition
+from components.expert_dispatch.layer_plan import PlanRule
+from components.expert_dispatch.partition import WHOLE
 from components.expert_dispatch.plan import Plan
 from components.expert_dispatch.weights import weight_group
 
@@ -52,8 +53,7 @@ class PublishedLlepExperts(RoutedExperts):
         x, weights, ids = (tensor.flatten(0, 1) for tensor in routing)
         group = self.token_dispatcher.ep_mesh.get_group()
         rank, top_k = dist.get_rank(group), ids.shape[1]
-        partition = Partition(tokens=len(ids), chunks=1, largest=len(ids), membership="strided")
-        counts = gather_counts(ids, self.token_dispatcher.num_experts, partition, group)[:, 0]
+        counts = gather_counts(ids, self.token_dispatcher.num_experts, WHOLE, group)[:, 0]
         plan = self.rule.plan(counts.sum(0), len(counts))
         copies = _Copies(plan, rank, weight_group(group))
         *foreign, anchor = _Migrated.apply(copies, *self.inner_experts.parameters())

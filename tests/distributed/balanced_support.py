@@ -26,6 +26,28 @@ def row_by_row_back(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -
     return row_by_row(x, weight.transpose(1, 2), ends)
 
 
+class Watched(torch.Tensor):
+    """As if it were on a device: whatever is computed of it is ``Watched`` as well, and its numbers
+    are on the host only once they have been read, which is counted.
+
+    Attributes:
+        reads: so far.
+    """
+
+    reads = 0
+    READ = ("cpu", "item", "tolist", "numpy", "__int__", "__float__", "__bool__", "__index__")
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        found = super().__torch_function__(function, types, args, kwargs or {})
+        if getattr(function, "__name__", "") not in cls.READ:
+            return found
+        cls.reads += 1
+        return found.as_subclass(torch.Tensor) if isinstance(found, Watched) else found
+
+
 @contextmanager
 def at_most(copies: int) -> Iterator[None]:
     """Gradients of at most so many copies are there and not yet added to their expert's own."""

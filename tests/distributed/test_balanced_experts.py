@@ -33,7 +33,13 @@ from components.expert_dispatch.travel import Outward
 from components.expert_dispatch.weights import Fetch, Migration
 from components.recompute.layer import RecomputedLayer
 from components.titan.dispatch import gloo
-from tests.distributed.balanced_support import assert_close, at_most, row_by_row, row_by_row_back
+from tests.distributed.balanced_support import (
+    Watched,
+    assert_close,
+    at_most,
+    row_by_row,
+    row_by_row_back,
+)
 from tests.distributed.spawn import run_ranks
 from tests.swaps import counted, kept, replaced
 from tests.unit.experts_support import (
@@ -365,14 +371,21 @@ def check_disagreement() -> None:
 
 
 def check_questions() -> None:
-    """Of one chunk, ranks compare their settings once; of several, their tokens every time."""
-    x, given = rows(9, 0), routing(9)
-    for form, asked in (({}, 1), ({"chunk_tokens": CHUNK, "max_chunks": 64}, 3)):
+    """Ranks compare their settings once. Each layer's host reads once, for the counts and for the
+    number of chunks, which follows the fullest rank; nothing in backward."""
+    for form in ({}, {"chunk_tokens": CHUNK, "max_chunks": 64, "membership": "contiguous"}):
         experts, calls = planned("glm", **({"threshold": 1.0} | form)), []
         with counted(module, "agree", calls):
-            for _ in range(3):
-                run(experts, x, *given)
-        assert len(calls) == asked
+            for most in (CHUNK, 2 * CHUNK + 1, 1):
+                n = 1 if dist.get_rank() else most
+                x, (weights, ids) = rows(n, 0).requires_grad_(), routing(n)
+                before = Watched.reads
+                out = run(experts, x, weights, ids.as_subclass(Watched))
+                out.backward(rows(n, 7))
+                assert Watched.reads - before == 1
+                assert experts.latest is not None
+                assert experts.latest.chunks == (-(-most // CHUNK) if form else 1)
+        assert calls == ["agree"]
 
 
 def all_comparisons() -> None:

@@ -22,12 +22,17 @@ CHUNKS = [
     "components.sublayer_chunking.shared_expert=true",
 ]
 RECOMPUTE = ["components.layer_recompute.enabled=true"]
+STREAMS = [
+    "components.precision_trimming.enabled=true",
+    "components.sublayer_chunking.streams=true",
+]
 EXPERTS = ["parallelism.expert_parallel_degree=2"]
 LAYOUTS = {
     "fsdp2": CHUNKS,
-    "fsdp2_ep2_recompute": [*CHUNKS, *EXPERTS, *RECOMPUTE],
+    "fsdp2_ep2_recompute": [*CHUNKS, *STREAMS, *EXPERTS, *RECOMPUTE],
     "fsdp2_recompute_by_two": [
         *CHUNKS,
+        *STREAMS,
         *RECOMPUTE,
         "components.layer_recompute.every=2",
         "components.layer_recompute.keep_sublayers=true",

@@ -4,6 +4,7 @@ All in one pair of processes, because most of the time goes into starting them.
 """
 
 import os
+import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache, partial
@@ -44,6 +45,7 @@ def rank_of_two(rank: int, world_size: int, port: int) -> None:
         check_rows()
         check_gradients()
         check_ways()
+        check_reads()
     finally:
         dist.destroy_process_group()
 
@@ -191,6 +193,22 @@ def check_ways() -> None:
         out.backward(torch.ones_like(out))
 
 
+def check_reads() -> None:
+    """Once ranks have compared their settings, the host waits once per layer, for the counts."""
+    given = draw((4001, 1203)[dist.get_rank()], experts=5)
+    for chunks in (1, 4):
+        experts = layer("glm", chunk_tokens=1, max_chunks=chunks)
+        gradients(experts, *given)
+        x, weights, ids = given
+        counts = torch.bincount(ids.flatten(), minlength=experts.token_dispatcher.num_experts)
+        with warnings.catch_warnings(record=True) as found, mode_of_waits("warn"):
+            warnings.simplefilter("always")
+            experts(x[None], weights[None], ids[None], counts)
+        waits = [w for w in found if "synchronizing CUDA operation" in str(w.message)]
+        assert len(waits) == 1, [str(w.message) for w in found]
+        assert experts.latest.chunks == chunks
+
+
 def layer_output(experts: Any, *given: torch.Tensor) -> torch.Tensor:
     from tests.unit.experts_support import run
 
@@ -206,10 +224,13 @@ def in_a_way(experts: Any, given: tuple, *, beside: bool) -> dict[str, torch.Ten
 
 
 @contextmanager
-def no_waits() -> Iterator[None]:
+def mode_of_waits(mode: str) -> Iterator[None]:
     before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
+    torch.cuda.set_sync_debug_mode(mode)
     try:
         yield
     finally:
         torch.cuda.set_sync_debug_mode(before)
+
+
+no_waits = partial(mode_of_waits, "error")

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from components.expert_dispatch.partition import ChunkRule, Membership, agree
+from components.expert_dispatch.partition import ChunkRule, Membership, agree, chunk_of
 
 MEMBERSHIPS: tuple[Membership, ...] = ("strided", "contiguous")
 both = pytest.mark.parametrize("membership", MEMBERSHIPS)
@@ -37,6 +37,24 @@ def test_the_fullest_rank_and_the_ceiling_decide_how_many_chunks_there_are() -> 
 def test_beyond_the_ceiling_chunks_grow() -> None:
     cut = rule(10, 4).cut(100)
     assert (cut.chunks, cut.chunk_tokens) == (4, 25)
+
+
+@both
+@pytest.mark.parametrize("chunk_tokens", [3, 10, 10**30])
+@pytest.mark.parametrize("tokens", [0, 1, 25])
+def test_the_device_cuts_as_the_host_does_without_knowing_into_how_many(
+    tokens: int, chunk_tokens: int, membership: Membership
+) -> None:
+    cutter = rule(chunk_tokens, 4, membership)
+    for largest in (25, 60):
+        chunks = cutter.chunks_on_device(torch.tensor([largest]))
+        cut = cutter.cut(tokens, largest)
+        assert chunks.tolist() == [cut.chunks]
+        found = chunk_of(tokens, chunks, membership, "cpu")
+        assert torch.equal(found, cut.chunk_of("cpu"))
+        for i in range(cut.chunks):
+            assert (found == i).sum() == cut.size(i)
+    assert cutter.chunks_on_device(torch.tensor([0])).tolist() == [cutter.cut(0).chunks]
 
 
 def test_strided_chunks_take_every_kth_token_and_contiguous_ones_neighbours() -> None:

@@ -12,6 +12,7 @@ from torchtitan.models.common.moe import RoutedExperts
 
 from components.core.recipe import Recipe
 from components.expert_dispatch.experts import chunked_experts
+from components.models.glm_flash.block import rebuilding
 from components.models.glm_flash.chunked.overrides import (
     chunked_dsa,
     chunked_feed_forward,
@@ -31,10 +32,13 @@ from components.models.glm_flash.saved_bytes import (
 from components.models.glm_flash.settings import GlmFlashModel
 from components.models.glm_flash.short_conv import ShortConv
 from components.models.glm_flash.trimmed import SITES, trim
+from components.recompute.layer import RecomputedLayer
 from kernels import row_blocks
 from kernels.dsa import absorbed, select
+from kernels.hyper_connections import merge
 from launch.config.groups import RECIPES
 from launch.config.load import load_recipe
+from tests.swaps import counted
 from tests.unit.models_support import tiny_glm
 
 CUTS = {
@@ -55,14 +59,17 @@ def build(
     sites: tuple[str, ...],
     piece: int = 0,
     experts: int = 0,
+    more: bool = False,
 ) -> nn.Module:
     config = settings.build_spec().model
     if sites:
         trim(config, *sites)
+    if more:
+        config.layers = [rebuilding(layer) for layer in config.layers]
     if piece:
         for target, cut in CUTS.items():
             for name, part, parent, attribute in list(config.traverse(target)):
-                if "shared_experts" not in name:
+                if more or "shared_experts" not in name:
                     setattr(parent, attribute, cut(part, chunk_tokens=piece))
     if experts:
         given = {"chunk_tokens": experts, "max_chunks": 64, "membership": "strided"}
@@ -227,6 +234,7 @@ def small_recipe(
     sites: tuple[str, ...],
     piece: int = 0,
     experts: int = 0,
+    more: bool = False,
 ) -> Recipe:
     recipe = load_recipe(RECIPES / "quickstart.yaml", []).recipe
     recipe.model, recipe.training.local_batch_size = settings, 1
@@ -235,6 +243,7 @@ def small_recipe(
     if piece:
         chunking = recipe.components.sublayer_chunking
         chunking.enabled, chunking.chunk_tokens = True, piece
+        chunking.shared_expert = chunking.streams = more
     if experts:
         chunked = recipe.components.sequence_chunked_moe
         chunked.enabled, chunked.chunk_tokens = True, experts
@@ -301,3 +310,56 @@ def test_experts_in_chunks_keep_and_need_what_the_arithmetic_says(changes, sites
     assert found <= bound <= 2 * found
     whole = settings.layer_working_set_bytes(small_recipe(settings, tokens, sites), "cpu")[KDA_MOE]
     assert bound < whole
+
+
+def test_streams_that_are_merged_again_and_shared_experts_in_pieces_are_not_kept(monkeypatch):
+    small_budgets(monkeypatch)
+    settings, tokens, sites = tiny_glm(**NARROW, n_shared_experts=3), 256, tuple(SITES)
+    documents = Documents.from_lengths((tokens,))
+    streams = torch.randn(1, tokens, 4, 128).bfloat16().requires_grad_()
+    less, whole = (small_recipe(settings, tokens, sites, 64, 64, more) for more in (True, False))
+    layer = list(build(settings, torch.bfloat16, sites, 64, 64, True).layers.values())[DSA_MOE]
+    layer.moe.routed_experts.requires_grad_(False)
+    kept = sum(measured(layer, streams, documents).values())
+    assert kept == settings.layer_saved_bytes(less, "cpu")[DSA_MOE]
+    shared = 3 * tokens * 2 * settings.n_shared_experts * settings.expert_hidden_dim
+    before = settings.layer_saved_bytes(whole, "cpu")[DSA_MOE]
+    assert before - kept == boundary_bytes(settings, tokens, Form(itemsize=2)) + shared
+    bound = settings.layer_working_set_bytes(less, "cpu")[DSA_MOE]
+    found = peak_of(layer, streams, documents)
+    assert found <= bound <= 2 * found
+
+
+def test_no_layer_of_the_published_model_needs_more_than_16_gib_for_131072_tokens():
+    settings, sites = GlmFlashModel(sparse_mla_kernel="torch"), tuple(SITES)
+    less, whole = (
+        settings.layer_working_set_bytes(
+            small_recipe(settings, 2**17, sites, 8192, 8192, more), "cuda"
+        )
+        for more in (True, False)
+    )
+    assert 15 * 2**30 < max(less) <= 16 * 2**30
+    assert min(whole) > 19 * 2**30
+
+
+@pytest.mark.parametrize("index", [KDA_DENSE, KDA_MOE])
+def test_layers_that_merge_streams_again_have_the_same_bits(index, monkeypatch):
+    monkeypatch.setattr(row_blocks, "ELEMENTS", 2**13)
+    settings, tokens, sites = tiny_glm(), 70, tuple(SITES)
+    given, found = torch.randn(1, tokens, 4, 128).bfloat16(), []
+    pull = torch.randn_like(given)
+    for more in (False, True):
+        torch.manual_seed(0)
+        layer = list(build(settings, torch.bfloat16, sites, more=more).layers.values())[index]
+        streams, merged = given.clone().requires_grad_(), []
+        with counted(merge, "_merge_block", merged):
+            out = RecomputedLayer(layer)(streams, Documents.from_lengths((40, 30)))
+            out.backward(pull)
+        # Of 5 blocks: twice forward, and twice again; not the last, but those between three times.
+        assert len(merged) == 5 * (2 + (1 + 3 if more else 2))
+        named = dict(layer.named_parameters())
+        grads = {name: p.grad for name, p in named.items() if p.grad is not None}
+        found.append({"out": out.detach(), "streams": streams.grad, **grads})
+    assert found[0].keys() == found[1].keys() and "ffn_hc.fn" in found[0]
+    for name, value in found[0].items():
+        assert torch.equal(found[1][name], value), name

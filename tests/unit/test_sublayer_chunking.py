@@ -23,6 +23,7 @@ from tests.unit.chunked_support import config_of, counted
 CHUNKING = "components.sublayer_chunking"
 ON = [f"{CHUNKING}.enabled=true", f"{CHUNKING}.chunk_tokens=64"]
 RECOMPUTE = ["components.layer_recompute.enabled=true"]
+TRIMMED = "components.precision_trimming.enabled=true"
 KINDS = ChunkedKDA | ChunkedSparseMLA | ChunkedFeedForward
 
 Kept = dict[str, torch.Tensor]
@@ -71,7 +72,14 @@ SETTINGS: dict[str, list[str]] = {
         "components.layer_recompute.every=2",
         "components.layer_recompute.keep_sublayers=true",
     ],
-    "recompute, trimmed": [*RECOMPUTE, "components.precision_trimming.enabled=true"],
+    "recompute, trimmed": [*RECOMPUTE, TRIMMED],
+    "recompute, streams": [
+        *RECOMPUTE,
+        TRIMMED,
+        "components.layer_recompute.every=2",
+        f"{CHUNKING}.streams=true",
+        f"{CHUNKING}.shared_expert=true",
+    ],
     "dense only": [f"{CHUNKING}.kda=false", f"{CHUNKING}.dsa=false"],
 }
 
@@ -157,6 +165,16 @@ def test_a_model_without_dense_layers_is_cut_at_its_mixers() -> None:
     (only,) = problems([*changes, *off])
     assert "true with no part to cut saves nothing" in only
     assert f"{CHUNKING}.kda" in only and f"{CHUNKING}.feed_forward" not in only
+
+
+def test_streams_are_merged_again_by_trimmed_functions_alone() -> None:
+    streams = [f"{CHUNKING}.streams=true", f"{CHUNKING}.chunk_tokens=4096"]
+    off = "components.precision_trimming.hyper_connections=false"
+    for changes in ([*streams, TRIMMED.replace("true", "false")], [*streams, TRIMMED, off]):
+        (only,) = problems(changes)
+        assert f"{CHUNKING}.streams" in only and "hyper_connections, which is off" in only
+    parts = [f"{CHUNKING}.{part}=false" for part in ("kda", "dsa", "feed_forward")]
+    assert problems([*streams, *parts, TRIMMED]) == []
 
 
 def terms(changes: list[str]) -> dict[str, int]:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import torch
+from torchtitan.config import derive
 from torchtitan.models.common import FeedForward, RMSNorm
 from torchtitan.models.common.moe import MoE
 from torchtitan.protocols.module import Module
@@ -11,7 +12,8 @@ from components.models.glm_flash.documents import Documents
 from components.models.glm_flash.hyper_connections import HyperConnection
 from components.models.glm_flash.kda import KDA
 from components.models.glm_flash.mla import SparseMLA
-from components.recompute.tape import sublayer
+from components.recompute.tape import sublayer, unread
+from kernels.hyper_connections.merge import MadeOf
 
 
 class GlmFlashBlock(Module):
@@ -46,8 +48,31 @@ class GlmFlashBlock(Module):
         """Residual streams (B, L, n, D) -> (B, L, n, D)."""
         x, post, mix = self.attention_hc(streams)
         out = sublayer(lambda: self.attention(self.attention_norm(x), documents))
+        made_of = self.keep_instead(streams, out, post, mix)
         streams = self.attention_hc.write(streams, out, post, mix)
-        x, post, mix = self.ffn_hc(streams)
+        x, post, mix = self.ffn_hc(streams, made_of)
         ffn = self.moe if self.moe_enabled else self.feed_forward
         out = sublayer(lambda: ffn(self.ffn_norm(x)))
-        return self.ffn_hc.write(streams, out, post, mix)
+        return self.ffn_hc.write(streams, out, post, mix, made_of, unread())
+
+    def keep_instead(self, *merged: torch.Tensor) -> MadeOf:
+        """What is kept instead of the streams between both parts, of what they are merged of."""
+        return ()
+
+
+class RebuildingBlock(GlmFlashBlock):
+    """A layer that merges the streams between its parts again in backward, three times, and not its
+    result where it runs again for its graph alone. Its hyper-connections are trimmed."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(GlmFlashBlock.Config):
+        pass
+
+    def keep_instead(self, *merged: torch.Tensor) -> MadeOf:
+        """All of it: it is kept anyway."""
+        return tuple(tensor.detach() for tensor in merged)
+
+
+def rebuilding(config: GlmFlashBlock.Config) -> RebuildingBlock.Config:
+    """The config of the same layer, of this kind."""
+    return derive(config, RebuildingBlock.Config)

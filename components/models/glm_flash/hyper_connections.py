@@ -13,7 +13,7 @@ import torch.nn as nn
 from torchtitan.protocols.module import Module
 
 from kernels.hyper_connections.mapping import project_reference
-from kernels.hyper_connections.merge import merge_reference
+from kernels.hyper_connections.merge import MadeOf, merge_reference
 from kernels.hyper_connections.read import read_reference
 from kernels.hyper_connections.sinkhorn import sinkhorn_reference
 
@@ -74,28 +74,38 @@ class HyperConnection(Module):
         self.fn = nn.Parameter(torch.empty(n * (n + 2), n * config.dim))
         self.affine = config.affine.build()
 
-    def forward(self, streams: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def forward(
+        self, streams: torch.Tensor, made_of: MadeOf = ()
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Read the streams.
 
         Args:
             streams: (B, L, n, D).
+            made_of: kept instead of the streams, by functions that know how (the trimmed ones).
 
         Returns:
             The mixer's input (B, L, D) in the dtype of ``streams``; the weight ``post`` (B, L, n)
             of its output per stream, and the mixing matrix (B, L, n incoming, n outgoing), float32.
         """
         n = self.config.streams
-        z = self.project(streams.reshape(-1, n * self.config.dim), self.fn, self.config.norm_eps)
+        flat, kept = streams.reshape(-1, n * self.config.dim), (made_of,) if made_of else ()
+        z = self.project(flat, self.fn, self.config.norm_eps, *kept)
         logits = self.affine(z).view(*streams.shape[:2], -1)
         pre = logits[..., :n].sigmoid() + self.config.eps
         post = 2 * logits[..., n : 2 * n].sigmoid()
         mix = self.sinkhorn(
             logits[..., 2 * n :].unflatten(-1, (n, n)), self.config.sinkhorn_iters, self.config.eps
         )
-        return self.read(streams, pre), post, mix
+        return self.read(streams, pre, *kept), post, mix
 
     def write(
-        self, streams: torch.Tensor, out: torch.Tensor, post: torch.Tensor, mix: torch.Tensor
+        self,
+        streams: torch.Tensor,
+        out: torch.Tensor,
+        post: torch.Tensor,
+        mix: torch.Tensor,
+        made_of: MadeOf = (),
+        unread: bool = False,
     ) -> torch.Tensor:
         """Mix the streams and add the mixer's output to each.
 
@@ -103,8 +113,11 @@ class HyperConnection(Module):
             streams: (B, L, n, D), as they were read.
             out: (B, L, D).
             post, mix: from ``forward``.
+            made_of: as given to ``forward``.
+            unread: whether nobody reads the result; counts where ``made_of`` is given.
 
         Returns:
             (B, L, n, D).
         """
-        return self.merge(streams, out, post, mix)
+        kept = (made_of, unread) if made_of else ()
+        return self.merge(streams, out, post, mix, *kept)

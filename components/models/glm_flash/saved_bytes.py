@@ -235,9 +235,14 @@ def dispatched_bytes(model: "GlmFlashModel", tokens: int, form: Form) -> int:
     return total + tokens * (k * model.dim * outputs + 4 * k)
 
 
+def shared_bytes(model: "GlmFlashModel", tokens: int, form: Form) -> int:
+    """Bytes that shared experts keep besides their input, which the routed experts keep."""
+    return _swiglu(model.n_shared_experts * model.expert_hidden_dim, tokens, form)
+
+
 def moe_bytes_in_chunks(model: "GlmFlashModel", tokens: int, form: Form) -> int:
     """Bytes that an MoE part keeps whose routed experts run a chunk of the tokens at a time."""
-    shared = _swiglu(model.n_shared_experts * model.expert_hidden_dim, tokens, form)
+    shared = shared_bytes(model, tokens, form)
     weights = tokens * 4 * model.top_k
     return _routing(model, tokens, form) + tokens * model.dim * form.itemsize + weights + shared
 
@@ -246,4 +251,4 @@ def _moe(model: "GlmFlashModel", tokens: int, form: Form) -> int:
     total = _routing(model, tokens, form) + dispatched_bytes(model, tokens, form)
     if "router" in form.trimmed or not form.narrow or model.n_shared_experts:
         total += tokens * model.dim * form.itemsize
-    return total + _swiglu(model.n_shared_experts * model.expert_hidden_dim, tokens, form)
+    return total + shared_bytes(model, tokens, form)

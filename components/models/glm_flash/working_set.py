@@ -37,8 +37,10 @@ pool numbers (DSA); what it would keep and need besides is that of one piece. Un
 ``components.layer_recompute`` its output, states and pools are counted there as well. Routed
 experts that run again in backward (``components.sequence_chunked_moe``, ``llep``,
 ``pipelined_llep``) keep their tokens, weights and expert ids, and need besides what one chunk keeps
-and needs, and the gradients of all tokens. With a plan a rank computes as many rows more than it
-sends as the plan lets it; a chunk on its way adds its tokens and gradients of outputs, 2KDe.
+and needs, and the gradients of all tokens, beside those of the shared experts. With a plan a rank
+computes as many rows more than it sends as the plan lets it; a chunk on its way adds its tokens and
+gradients of outputs, 2KDe. Shared experts in pieces keep nothing: their input is the routed ones'.
+With ``sublayer_chunking.streams`` those between mixer and feed-forward part, nDe, are not kept.
 """
 
 from dataclasses import fields
@@ -53,6 +55,7 @@ from components.models.glm_flash.saved_bytes import (
     is_dense,
     moe_bytes_in_chunks,
     saved_bytes,
+    shared_bytes,
 )
 from components.models.glm_flash.sparse_kernels import choose_sparse_mla
 from kernels import row_blocks
@@ -110,6 +113,8 @@ class _Layer:
             "attention": chunking.enabled and (chunking.kda if self.kda else chunking.dsa),
             "feed_forward": chunking.enabled and chunking.feed_forward,
         }
+        self.cut_shared = chunking.enabled and chunking.shared_expert
+        self.rebuilt = chunking.enabled and chunking.streams
 
     def kept(self) -> int:
         return sum(self._parts().values())
@@ -132,11 +137,15 @@ class _Layer:
 
     def _parts(self) -> dict[str, int]:
         """What each part keeps, first to last."""
-        parts = saved_bytes(self.model, self.index, self.tokens, self.form)
-        return {
+        parts = {
             part: self._kept_when_cut(part) if self._is_cut(part) else size
-            for part, size in parts.items()
+            for part, size in saved_bytes(self.model, self.index, self.tokens, self.form).items()
         }
+        if self.rebuilt:
+            parts["ffn_hc"] -= boundary_bytes(self.model, self.tokens, self.form)
+        if self.cut_shared and "moe" in parts:
+            parts["moe"] -= shared_bytes(self.model, self.tokens, self.form)
+        return parts
 
     def _needed(self, part: str) -> int:
         """Temporary tensors of a part; of one that is cut, with what a piece keeps."""
@@ -235,7 +244,7 @@ class _Layer:
         return tokens * self.model.dense_hidden_dim * self.form.itemsize * self._of_swiglu()
 
     def _moe(self, tokens: int) -> int:
-        return max(self._routed(tokens), self._shared(tokens)) + self._routing(tokens)
+        return max(self._routed(tokens), self._shared()) + self._routing(tokens)
 
     def _routed(self, tokens: int) -> int:
         model, e, k = self.model, self.form.itemsize, self.model.top_k
@@ -254,9 +263,12 @@ class _Layer:
         copies = 0 if "router" in self.form.trimmed else 2 * model.dim
         return tokens * FLOAT32 * (model.n_experts + 2 * model.top_k + copies)
 
-    def _shared(self, tokens: int) -> int:
+    def _shared(self) -> int:
+        """Gradients within the shared experts; where they are cut, with what a piece keeps."""
         inner = self.model.n_shared_experts * self.model.expert_hidden_dim
-        return tokens * inner * self.form.itemsize * self._of_swiglu()
+        tokens = self.piece if self.cut_shared else self.tokens
+        kept = shared_bytes(self.model, tokens, self.form) if self.cut_shared else 0
+        return kept + tokens * inner * self.form.itemsize * self._of_swiglu()
 
     def _needed_by_cut_moe(self) -> int:
         assert self.experts is not None
@@ -264,8 +276,10 @@ class _Layer:
         chunk = dispatched_bytes(self.model, piece, self.form) + self._routed(piece)
         row = self.model.top_k * self.model.dim * self.form.itemsize
         chunk += 2 * self.experts.ahead * piece * row
-        rows = 2 * (self.tokens + piece) * self.model.dim * self.form.itemsize
-        return rows + max(chunk, self._shared(self.tokens)) + self._routing(self.tokens)
+        # Gradients of outputs and of tokens, of these the shared experts' as well.
+        rows = 2 * (self.tokens + piece) + self.tokens * bool(self.model.n_shared_experts)
+        whole = rows * self.model.dim * self.form.itemsize
+        return whole + max(chunk, self._shared()) + self._routing(self.tokens)
 
     def _of_swiglu(self) -> int:
         return 3 if "swiglu" in self.form.trimmed else 6

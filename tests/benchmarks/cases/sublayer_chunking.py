@@ -1,20 +1,25 @@
 """One part of a layer, forward, again, and backward: whole under recomputation, and in chunks.
 
-Shapes: x [T, D]; T tokens in one document, at the gate in two. ``kda``, ``dsa`` or ``dense`` says
-which part; "wide" sizes have the published model's widths.
+Shapes: x [T, D]; T tokens in one document, at the gate in two. ``kda``, ``dsa``, ``dense`` or
+``moe`` says which part; "wide" sizes have the published model's widths. ``moe`` is a router with 8
+experts that every token visits, so that other precisions choose no others, and a shared one; all
+trimmed, chunked or not.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn as nn
 
+from components.expert_dispatch.experts import chunked_experts
 from components.models.glm_flash.chunked.overrides import (
     chunked_dsa,
     chunked_feed_forward,
     chunked_kda,
+    chunked_shared_expert,
 )
 from components.models.glm_flash.documents import Documents
 from components.models.glm_flash.fla_kernels import fla_kda, fla_short_conv
@@ -23,13 +28,30 @@ from components.models.glm_flash.indexer import IndexerInputs
 from components.models.glm_flash.kda import KdaCore
 from components.models.glm_flash.settings import GlmFlashModel
 from components.models.glm_flash.short_conv import ShortConv
+from components.models.glm_flash.trimmed import trim
 from components.recompute.layer import RecomputedLayer
 from tests.benchmarks.case import Case, Outputs, Runnable, Size, Stage, Variant
 from tests.benchmarks.machine import Floor, Machine, roofline
 from tests.benchmarks.probes import Device
 
-KINDS = ("kda", "dsa", "dense")
-_CHUNKED = {"kda": chunked_kda, "dsa": chunked_dsa, "dense": chunked_feed_forward}
+KINDS = ("kda", "dsa", "dense", "moe")
+_LAYER = {"kda": 0, "dsa": 3, "dense": 0, "moe": 3}
+_EXPERTS = 8
+
+
+def _chunked_moe(config: Any, *, chunk_tokens: int) -> Any:
+    settings: dict[str, Any] = {"max_chunks": 64, "membership": "strided"}
+    routed = chunked_experts(config.routed_experts, chunk_tokens=chunk_tokens, **settings)
+    shared = chunked_shared_expert(config.shared_experts, chunk_tokens=chunk_tokens)
+    return replace(config, routed_experts=routed, shared_experts=shared)
+
+
+_CHUNKED: dict[str, Callable[..., Any]] = {
+    "kda": chunked_kda,
+    "dsa": chunked_dsa,
+    "dense": chunked_feed_forward,
+    "moe": _chunked_moe,
+}
 
 
 @dataclass(kw_only=True, slots=True)
@@ -51,16 +73,19 @@ def _kind(size: Size) -> str:
 
 def _config(size: Size) -> Any:
     """The whole part's config."""
-    settings: dict[str, Any] = {"dim": size.shape["D"]}
+    settings: dict[str, Any] = {"dim": size.shape["D"], "n_experts": _EXPERTS, "top_k": _EXPERTS}
     if not size.shape["wide"]:
         settings |= {
             "kda_heads": 2, "kda_head_dim": 16, "n_heads": 2, "q_lora_rank": 32,
             "kv_lora_rank": 16, "qk_head_dim": 16, "v_head_dim": 16, "index_n_heads": 2,
-            "index_head_dim": 16, "index_topk": 32, "dense_hidden_dim": 96,
+            "index_head_dim": 16, "index_topk": 32, "dense_hidden_dim": 96, "expert_hidden_dim": 24,
         }  # fmt: skip
-    layers = GlmFlashModel(**settings).build_spec().model.layers
-    layer = layers[3 if _kind(size) == "dsa" else 0]
-    return layer.feed_forward if _kind(size) == "dense" else layer.attention
+    kind = _kind(size)
+    layer = GlmFlashModel(**settings).build_spec().model.layers[_LAYER[kind]]
+    if kind == "moe":
+        trim(layer)
+        return layer.moe
+    return layer.feed_forward if kind == "dense" else layer.attention
 
 
 def _build(inputs: Inputs, chunk_tokens: int | None, dtype: torch.dtype) -> nn.Module:
@@ -74,7 +99,8 @@ def _build(inputs: Inputs, chunk_tokens: int | None, dtype: torch.dtype) -> nn.M
                 setattr(parent, attribute, swap(inner))
     with torch.device(inputs.device):
         part = config.build()
-    part.load_state_dict(inputs.weights)
+    # Buffers, such as the router's bias, stay as they are built.
+    part.load_state_dict(part.state_dict() | inputs.weights)
     for module in part.modules():
         full = isinstance(module, KdaCore | ShortConv) and dtype != torch.float64
         for parameter in module.parameters(recurse=False):
@@ -99,7 +125,7 @@ def _draw_weights(size: Size, device: Device, random: torch.Generator) -> dict[s
     weights = {}
     for name, p in named:
         noise = torch.randn(p.shape, generator=random, device=device)
-        scale = p.shape[-1] ** -0.5 if p.dim() == 2 else 0.5
+        scale = p.shape[-1] ** -0.5 if p.dim() >= 2 else 0.5
         shift = 1.0 if "norm" in name and name.endswith("weight") else 0.0
         weights[name] = shift + scale * noise
     return weights
@@ -137,7 +163,7 @@ class _Layer(nn.Module):
 
 def layer_of(inputs: Inputs, chunk_tokens: int | None, dtype: torch.dtype) -> nn.Module:
     """The part in chunks, or whole (None) in a layer that is recomputed."""
-    documents = None if _kind(inputs.size) == "dense" else inputs.documents
+    documents = None if _kind(inputs.size) in ("dense", "moe") else inputs.documents
     layer = _Layer(_build(inputs, chunk_tokens, dtype), documents)
     return layer if chunk_tokens is not None else RecomputedLayer(layer)
 
@@ -181,6 +207,9 @@ def floor(size: Size, machine: Machine) -> Floor:
     elif _kind(size) == "dsa":
         heads = config.q_b_proj.out_features // config.head_dim
         forward += 4 * heads * config.kv_a_proj.out_features * mean_keys(config, t)
+    elif _kind(size) == "moe":
+        # Every token visits all of them.
+        forward += 2.0 * sum(p.numel() for _, p in named if p.dim() == 3)
     width = getattr(torch, size.dtype).itemsize
     return roofline(
         machine,
@@ -215,7 +244,10 @@ def _sizes(kind: str, small: str) -> dict[str, Size]:
 CASE = Case(
     name="sublayer_chunking",
     question="What does cutting a part of a layer into chunks save, and what does it cost?",
-    sizes=_sizes("kda", "small") | _sizes("dsa", "small_dsa") | _sizes("dense", "small_dense"),
+    sizes=_sizes("kda", "small")
+    | _sizes("dsa", "small_dsa")
+    | _sizes("dense", "small_dense")
+    | _sizes("moe", "small_moe"),
     inputs=make_inputs,
     reference=reference,
     tolerance=tolerance,
