@@ -114,7 +114,8 @@ def measure(
     """Measure mixer after mixer, until all are done or time is up. Collective.
 
     Args:
-        options: ``mixers``, ``layout``, ``repeats``, ``warmup``, ``seed`` and ``time_limit``.
+        options: ``mixers``, ``without``, ``layout``, ``repeats``, ``warmup``, ``seed`` and
+            ``time_limit``.
         began: ``time.monotonic()`` that the time limit counts from.
         write: takes the figures of a mixer, the same on every rank.
     """
@@ -156,6 +157,9 @@ class _Mixer:
         self._options, self._say = options, say
         self._other_pools: float | None = None
         self._variants = [(v, _figure(v)) for v in variants_of(bench.mixer)]
+        for variant, figure in self._variants:
+            if variant.name in options.without and not variant.whole:
+                figure["reason"] = "left out"
 
     def figures(self, expired: Callable[[], bool]) -> dict[str, Any]:
         """Compare, count, read memory, take turns."""
@@ -191,7 +195,7 @@ class _Mixer:
         if bench.mixer == "dsa":
             self._other_pools = highest(bench.other_pools())
         expected: Outputs = {}
-        for variant, figure in self._variants:
+        for variant, figure in self._alive():
             found = bench.result(variant)
             expected = expected or found
             figure["errors"] = {
@@ -286,6 +290,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.context_parallel")
     parser.add_argument("--size", default="tiny", choices=list(SIZES))
     parser.add_argument("--mixers", nargs="+", default=list(MIXERS), choices=MIXERS)
+    parser.add_argument("--without", nargs="+", default=[], help="methods to leave out")
     parser.add_argument("--layout", default="zigzag", choices=("contiguous", "zigzag"))
     parser.add_argument("--device", default="auto")
     parser.add_argument("--repeats", type=int, default=6, help="timed calls (default: 6)")
