@@ -19,7 +19,8 @@ from components.context_parallel.collectives import Link
 from components.context_parallel.component import ContextParallel
 from components.context_parallel.layout import KINDS, cut_batch, most_above_mean
 from components.context_parallel.mixers import MIXERS
-from components.context_parallel.plan import SplitPlan, alignment, usual_kda
+from components.context_parallel.families import split_of
+from components.context_parallel.glm import GlmSplit, alignment, usual_kda
 from components.core.base import Target
 from components.core.registry import component_types
 from components.core.sizes import local_tokens, mean_tokens
@@ -88,10 +89,10 @@ def test_the_offload_of_a_layer_input_has_room_for_the_largest_share() -> None:
 
 
 def test_every_mixer_of_the_model_gets_the_method_that_was_asked_for() -> None:
-    assert SplitPlan.of(recipe()).methods == {"kda": "state", "dsa": "gathered"}
+    assert split_of(recipe()).methods == {"kda": "state", "dsa": "gathered"}
     asked = recipe("components.context_parallel.kda=projections")
-    assert SplitPlan.of(asked).methods["kda"] == "projections"
-    for mixer, method in SplitPlan.of(asked).methods.items():
+    assert split_of(asked).methods["kda"] == "projections"
+    for mixer, method in split_of(asked).methods.items():
         assert method in MIXERS[mixer].methods
 
 
@@ -103,7 +104,7 @@ def test_the_check_says_what_ranks_send_and_hold() -> None:
     assert f"dsa gathered: {1088 * 32768 * 31 / 2**20:,.1f} MiB forward" in text
     assert "what a dsa layer exchanges with context ranks" in text
     # Latents of 1M tokens as they arrived, in order and in float32, their gradients; index keys.
-    held = SplitPlan.of(recipe()).exchanged("dsa")
+    held = split_of(recipe()).exchanged("dsa")
     assert held == 2**20 * (512 * (2 * 2 + 3 * 4) + 128 // 4 * 2 * 2)
     assert "traffic" not in summarise(recipe(name="quickstart"), Target("cpu", 1))
 
@@ -111,7 +112,7 @@ def test_the_check_says_what_ranks_send_and_hold() -> None:
 def test_hidden_states_and_projections_are_counted_by_their_widths() -> None:
     for kda in ("hidden", "projections"):
         settings = [f"components.context_parallel.kda={kda}"]
-        split = SplitPlan.of(recipe(*settings, name="glm_flash_128k_64xh200"))
+        split = split_of(recipe(*settings, name="glm_flash_128k_64xh200"))
         tokens, width = 32768, 64 * 128
         wanted = {
             "hidden": 4 * tokens * (4096 * (2 + 8) + (128 + 64) * 2),
@@ -214,7 +215,7 @@ def test_the_table_of_what_combines_is_what_the_checks_say() -> None:
 def test_bytes_are_reported_by_layer() -> None:
     component = ContextParallel(ContextParallel.Config(enabled=True))
     component.link = Link(SimpleNamespace())  # type: ignore[arg-type]
-    component.plan = SplitPlan.of(recipe())
+    component.plan = split_of(recipe())
     component.link.traffic.add("kda.states", "forward", 34 * 3 * 2**20)
     component.link.traffic.add("kda.halo", "forward", 34 * 2**20)
     component.link.traffic.add("dsa.latent", "backward", 11 * 2**20)
