@@ -32,10 +32,8 @@ class GlmSplit(SplitPlan):
     @staticmethod
     def of(recipe: "Recipe", model: GlmFlashModel) -> "GlmSplit":
         """``model`` is the recipe's."""
-        settings, ranks = (
-            recipe.components.context_parallel,
-            recipe.parallelism.context_parallel_degree,
-        )
+        settings = recipe.components.context_parallel
+        ranks = recipe.parallelism.context_parallel_degree
         asked = {"kda": usual_kda(model, ranks) if settings.kda == "auto" else settings.kda,
                  "dsa": settings.dsa}  # fmt: skip
         present = set[str](model.layer_types)

@@ -11,7 +11,7 @@ from components.context_parallel.collectives import Link
 from components.context_parallel.layout import DEGREE
 from components.context_parallel.plan import SplitPlan
 from components.context_parallel.refusals import PATH, no_effect, refused
-from components.context_parallel.softmax.attend import Exchange
+from components.context_parallel.softmax.attend import Exchange, Method
 from components.context_parallel.softmax.heads import HeadSplit
 from components.context_parallel.softmax.rings import Rings
 from components.context_parallel.softmax.volume import softmax_volume
@@ -47,8 +47,9 @@ class SoftmaxSplit(SplitPlan):
         """``check_softmax`` has found nothing wrong with the recipe."""
         settings, parallel = recipe.components.context_parallel, recipe.parallelism
         shapes, ranks = _shapes(recipe), parallel.context_parallel_degree
-        asked = settings.softmax
-        method = usual_softmax(shapes, ranks) if asked == "auto" else asked
+        method: Method = (
+            usual_softmax(shapes, ranks) if settings.softmax == "auto" else settings.softmax
+        )
         exchange = Exchange(method, settings.inner_ring)
         present = dict.fromkeys(_mixer(shape) for shape in shapes)
         return SoftmaxSplit(
@@ -122,7 +123,7 @@ class SoftmaxSplit(SplitPlan):
         return [*dict.fromkeys(shape for shape in self.shapes if _mixer(shape) == mixer)]
 
 
-def usual_softmax(shapes: tuple[LayerShape, ...], ranks: int) -> str:
+def usual_softmax(shapes: tuple[LayerShape, ...], ranks: int) -> Method:
     """Ulysses where ranks can share the heads of all layers, else a ring."""
     shared = all(s.heads.heads % ranks == 0 for s in shapes if s.window is None)
     return "ulysses" if shared else "ring"
@@ -142,9 +143,7 @@ def check_softmax(recipe: "Recipe") -> Iterator[Problem]:
         return
     assert isinstance(model, TitanAttentionSettings)
     yield from no_effect(settings, "kda", "auto", "this model has no KDA layers")
-    if model.attention not in ("auto", "varlen"):
-        message = f"{model.attention!r} has no effect beside {PATH}, which computes attention"
-        yield Problem("model.attention", message, "use auto")
+    yield from _kernels(model)
     if all(shape.window is not None for shape in shapes):
         why = "all layers have sliding windows, which they exchange"
         yield from no_effect(settings, "softmax", "auto", why)
@@ -152,11 +151,19 @@ def check_softmax(recipe: "Recipe") -> Iterator[Problem]:
     yield from _run(recipe)
 
 
+def _kernels(model: TitanAttentionSettings) -> Iterator[Problem]:
+    # "varlen" is refused over context ranks whoever splits them.
+    if model.attention in ("flex", "sdpa"):
+        message = f"{model.attention!r} has no effect beside {PATH}, which computes attention"
+        yield Problem("model.attention", message, "use auto")
+    if model.flex_autotune:
+        message = f"true has no effect beside {PATH}, which computes attention"
+        yield Problem("model.flex_autotune", message, "use false")
+
+
 def _methods(recipe: "Recipe", shapes: tuple[LayerShape, ...]) -> Iterator[Problem]:
-    settings, ranks = (
-        recipe.components.context_parallel,
-        recipe.parallelism.context_parallel_degree,
-    )
+    settings = recipe.components.context_parallel
+    ranks = recipe.parallelism.context_parallel_degree
     legal = ", ".join(map(str, divisors(ranks)))
     if settings.softmax != "double_ring":
         because = f"{PATH}.softmax is {settings.softmax!r}, and double_ring alone has inner rings"
