@@ -128,7 +128,8 @@ class ContextParallel(Component):
         for mixer, method in split.methods.items():
             forward, backward = split.volume(mixer)
             lines.append(
-                f"{mixer} {method}: {forward / _MIB:,.1f} MiB forward and {backward / _MIB:,.1f} "
+                f"{_named(mixer, method)}: {forward / _MIB:,.1f} MiB forward and "
+                f"{backward / _MIB:,.1f} "
                 f"backward, per rank, layer and pass; {split.layers(mixer)} layers, context "
                 f"{split.ranks}, {split.kind}"
             )
@@ -139,7 +140,7 @@ class ContextParallel(Component):
         self.link = Link(trainer.parallel_dims.get_mesh("cp").get_group(), Traffic())
         self.plan.meet(self.link)
         self._open.enter_context(batches_cut_by(self.cut))
-        methods = ", ".join(f"{mixer} {method}" for mixer, method in self.plan.methods.items())
+        methods = ", ".join(_named(*chosen) for chosen in self.plan.methods.items())
         narrate(f"context parallelism: {self.plan.ranks} ranks, {self.plan.kind}, {methods}")
 
     def cut(self, tokens: torch.Tensor, labels: torch.Tensor, extra: dict[str, Any]) -> Batch:
@@ -173,3 +174,8 @@ class ContextParallel(Component):
 
     def close(self) -> None:
         self._open.close()
+
+
+def _named(mixer: str, method: str) -> str:
+    """Both, where there is a choice."""
+    return mixer if method == mixer else f"{mixer} {method}"

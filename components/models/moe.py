@@ -151,8 +151,9 @@ class MoEModel(TitanAttentionSettings):
 
     def _check_alibi_run(self, recipe: "Recipe") -> list[Finding]:
         degree = recipe.parallelism.context_parallel_degree
-        ours = recipe.components.context_parallel.enabled
-        if self.position.kind != "alibi" or degree == 1 or ours:
+        if self.position.kind != "alibi" or degree == 1:
+            return []
+        if recipe.components.context_parallel.enabled:
             return []
         message = (
             f"'alibi' cannot run with parallelism.context_parallel_degree {degree} as torchtitan "

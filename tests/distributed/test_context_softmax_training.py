@@ -51,9 +51,10 @@ TWO_AT_A_TIME = "validation.batches=1"
 MODELS: dict[str, list[str]] = {
     "moe": ["model.qk_norm=true"],
     "alibi": ["model.position.kind=alibi"],
-    # Of its four layers two have windows of 128 tokens: of several parts.
+    # Of its four layers two have windows of 128 tokens: of several parts. Steps take long.
     "gpt_oss": ["model=gpt_oss_20b", "model.flavor=debugmodel",
-                "training.mixed_precision_param=bfloat16"],
+                "training.mixed_precision_param=bfloat16", "training.steps=1",
+                "training.global_batch_size=2", "validation.batches=1"],
 }  # fmt: skip
 # Model, ranks, degree and further settings. Ranks beyond the degree read samples of their own, or
 # share heads.
@@ -88,7 +89,7 @@ def overrides(model: str, corpus: str, seed: str | None = None) -> list[str]:
     if seed is None:
         return [*small, *given, "checkpoint.create_seed_checkpoint=true"]
     load = [f"checkpoint.initial_load_path={seed}", "checkpoint.initial_load_model_only=true"]
-    return [*small, *given, *SHORT, *load]
+    return [*small, *SHORT, *given, *load]
 
 
 def train_and_keep(trainer: RecipeTrainer) -> dict[str, Any]:
@@ -163,7 +164,7 @@ def assert_trains_as_one(folder: Path, layout: str, ranks: list[dict[str, Any]])
     assert losses(run)[0] == pytest.approx(losses(one)[0], rel=1e-3 if loose > 1e-2 else 1e-5)
     assert losses(run) == pytest.approx(losses(one), rel=1e-3)
     found, wanted = (of_run(each, "validation/loss") for each in (run, one))
-    assert len(found) == 3 and found == pytest.approx(wanted, rel=1e-3)
+    assert len(found) == len(losses(one)) and found == pytest.approx(wanted, rel=1e-3)
     assert of_run(run, "train/tokens_seen") == of_run(one, "train/tokens_seen")
     expected = torch.load(folder / "single.pt", weights_only=False)["gradients"]
     for rank in ranks:
@@ -187,7 +188,7 @@ def assert_counted_bytes(run: Path, kept: dict[str, Any], passes: int, forwards:
     assert isinstance(plan, SoftmaxSplit)
     for mixer in plan.methods:
         # Of a step's batches, which those of its validation follow.
-        for step, begin in enumerate(range(0, len(layouts), len(layouts) // 3)):
+        for step, begin in enumerate(range(0, len(layouts), len(layouts) // len(losses(run)))):
             sent = [of_layer(plan, mixer, layout) for layout in layouts[begin : begin + passes]]
             for way, factor in (("forward", forwards), ("backward", 1)):
                 found = of_run(run, f"context/{mixer}_{way}_mib")[step] * 2**20
@@ -225,5 +226,5 @@ def test_context_ranks_combine(layout: str, singles: Callable[[str], Path]) -> N
     recomputed = RECOMPUTE[0] in settings or "components.full_recompute.enabled=true" in settings
     reading = 1 if degree == ranks or TENSOR in settings else ranks // degree
     rows = 2 if "training.local_batch_size=2" in settings else 1
-    passes = 4 // (rows * reading)
+    passes = (2 if model == "gpt_oss" else 4) // (rows * reading)
     assert_counted_bytes(folder / layout, kept[0], passes, forwards=1 + recomputed)

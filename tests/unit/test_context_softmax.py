@@ -77,6 +77,8 @@ def test_the_check_says_what_ranks_send_and_hold() -> None:
     forward = 15 * tokens * ROW * 2 / MIB
     assert f"softmax double_ring: {forward:,.1f} MiB forward" in text
     assert "7 layers, context 16, zigzag" in text
+    windows = summarise(recipe(name=GPT_OSS), Target("cuda", 16, 139 * 2**30))
+    assert "traffic      window: " in windows and "traffic      softmax ulysses: " in windows
     held = tokens * (5 * ROW * (2 + 4) + 56 * 128 * 4) / 2**30
     assert f"{held:.2f} GiB per rank on the device: what a softmax layer exchanges" in text
 
