@@ -222,9 +222,10 @@ def test_context_ranks_combine(layout: str, singles: Callable[[str], Path]) -> N
     folder = singles(model)
     kept = split_run(folder, layout)
     assert_trains_as_one(folder, layout, kept)
-    assert_documents_cross(kept[0]["layouts"])
     recomputed = RECOMPUTE[0] in settings or "components.full_recompute.enabled=true" in settings
     reading = 1 if degree == ranks or TENSOR in settings else ranks // degree
     rows = 2 if "training.local_batch_size=2" in settings else 1
+    if rows == 1:  # the cut in the middle is where a row ends
+        assert_documents_cross(kept[0]["layouts"])
     passes = (2 if model == "gpt_oss" else 4) // (rows * reading)
     assert_counted_bytes(folder / layout, kept[0], passes, forwards=1 + recomputed)
