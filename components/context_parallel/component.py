@@ -129,9 +129,8 @@ class ContextParallel(Component):
             forward, backward = split.volume(mixer)
             lines.append(
                 f"{_named(mixer, method)}: {forward / _MIB:,.1f} MiB forward and "
-                f"{backward / _MIB:,.1f} "
-                f"backward, per rank, layer and pass; {split.layers(mixer)} layers, context "
-                f"{split.ranks}, {split.kind}"
+                f"{backward / _MIB:,.1f} backward, per rank, layer and pass; "
+                f"{split.layers(mixer)} layers, context {split.ranks}, {split.kind}"
             )
         return lines
 
