@@ -1,7 +1,7 @@
-"""Which mixers ranks can share a batch in, and by which methods.
+"""Which mixers of GLM-5.3-Flash ranks can share a batch in, and by which methods.
 
 A method takes the model's own module, this rank's tokens and the share that they are, and returns
-this rank's outputs. A mixer that is not in ``MIXERS`` has none, and its models are refused.
+this rank's outputs. What softmax attention has is in ``softmax``.
 """
 
 from collections.abc import Callable, Mapping

@@ -153,10 +153,12 @@ class MoEModel(TitanAttentionSettings):
         degree = recipe.parallelism.context_parallel_degree
         if self.position.kind != "alibi" or degree == 1:
             return []
+        if recipe.components.context_parallel.enabled:
+            return []
         message = (
-            f"'alibi' cannot run with parallelism.context_parallel_degree {degree}, whose ranks "
-            "hold tokens without their distances; legal: 'rope' or 'none', or "
-            "parallelism.context_parallel_degree 1"
+            f"'alibi' cannot run with parallelism.context_parallel_degree {degree} as torchtitan "
+            "splits it, whose ranks hold tokens without their distances; legal: 'rope' or 'none', "
+            "components.context_parallel.enabled=true, or parallelism.context_parallel_degree 1"
         )
         return [("model.position.kind", message)]
 

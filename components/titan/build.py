@@ -94,10 +94,12 @@ def prepare(recipe: Recipe, run_dir: Path, device: str, world_size: int) -> Run:
     if device == "cpu":
         # Outermost, so that modules which components shard are made safe as well.
         _make_gloo_safe(plan)
-    plan.finish()
+    idle = plan.finish()
+    # Kernels of parts that components have replaced altogether are none of the run's.
+    notes = () if kernels.overrides and idle.issuperset(kernels.overrides) else kernels.notes
     names = ", ".join(component.name for component in enabled) or "none"
     type(config).__post_init__(config)
-    return Run(config, enabled, [*kernels.notes, f"components: {names}"], expert_load)
+    return Run(config, enabled, [*notes, f"components: {names}"], expert_load)
 
 
 def _stock_config(recipe: Recipe, run_dir: Path) -> RecipeTrainer.Config:

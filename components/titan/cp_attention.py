@@ -6,12 +6,15 @@ no ``FlexAttention``: torchtitan's trainer would build that a mask of the whole 
 """
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torchtitan.config import derive
 from torchtitan.distributed import ParallelDims
-from torchtitan.models.common.attention import BaseAttention
+from torchtitan.models.common.attention import BaseAttention, GQAttention
+from torchtitan.models.common.decoder import Decoder
+from torchtitan.models.gpt_oss.model import Attention as SinkAttention
+from torchtitan.protocols.model import BaseModel
 from torchtitan.protocols.module import Module
 from torchtitan.protocols.sharding import LocalMapConfig, ShardingConfig
 
@@ -19,6 +22,7 @@ from components.context_parallel.share import Share
 from components.context_parallel.softmax.attend import Exchange, Method, attend
 from components.context_parallel.softmax.flex import FlexKernel
 from components.context_parallel.softmax.kernel import Kernel, PlainKernel, Scores
+from components.context_parallel.softmax.volume import Heads
 from components.titan.attention import OutTransform, refuse_unknown
 from kernels.position.alibi import DistanceBias
 
@@ -120,6 +124,37 @@ def share_attention(config: BaseAttention.Config, exchange: Exchange) -> BaseAtt
         window=getattr(config, "sliding_window_size", None),
     )
     return replace(config, inner_attention=inner)
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """What a layer's attention is, as far as its exchange goes.
+
+    Attributes:
+        heads: of one tensor-parallel rank.
+        window: tokens that a token sees; None: all of its document up to it.
+        sinks: whether attention sinks want the log-sum-exp.
+    """
+
+    heads: Heads
+    window: int | None
+    sinks: bool
+
+
+def layer_shapes(model: BaseModel.Config, tensor_ranks: int) -> tuple[LayerShape, ...]:
+    """Of all layers of a decoder; none if any has an attention without key heads of its own."""
+    attentions = [layer.attention for layer in cast(Decoder.Config, model).layers]
+    if not all(isinstance(a, GQAttention.Config | SinkAttention.Config) for a in attentions):
+        return ()
+    return tuple(_shape(attention, tensor_ranks) for attention in attentions)
+
+
+def _shape(config: Any, tensor_ranks: int) -> LayerShape:
+    key_heads = config.n_heads if config.n_kv_heads is None else config.n_kv_heads
+    width = config.dim // config.n_heads if config.head_dim is None else config.head_dim
+    heads = Heads(config.n_heads // tensor_ranks, key_heads // tensor_ranks, width, width)
+    window = getattr(config, "sliding_window_size", None)
+    return LayerShape(heads, window, isinstance(config, SinkAttention.Config))
 
 
 def sequence_stays_cut(config: ShardingConfig) -> ShardingConfig:

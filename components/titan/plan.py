@@ -113,8 +113,13 @@ class RunPlan:
         """Swap the parts that no component replaces; done when all components have been applied."""
         self._defaults.append(factory)
 
-    def finish(self) -> None:
-        """Apply the default overrides to what is left. Call once, after the components."""
+    def finish(self) -> set[Callable]:
+        """Apply the default overrides to what is left. Call once, after the components.
+
+        Returns:
+            Those for which nothing is left.
+        """
+        idle = set(self._defaults)
         for factory in self._defaults:
             entry, target = _REGISTRY[_target(factory)], _target(factory)
             free = []
@@ -124,12 +129,15 @@ class RunPlan:
                 if any(fqn.startswith(f"{claimed}.") for claimed in self._replaced):
                     # torchtitan allows no override inside an overridden part: change it in place.
                     _put(parent, attribute, entry.factory(config))
+                    idle.discard(factory)
                 else:
                     free.append(fqn)
             if free:
                 # torchtitan selects by pattern; a plain name is the pattern of itself.
                 _REGISTRY[target] = dataclasses.replace(entry, fqns=free)
                 self.config.override.imports.append(target)
+                idle.discard(factory)
+        return idle
 
     def _nodes(self, factory: Callable, everywhere: bool = False) -> dict[str, Any]:
         """Name -> (config, parent, attribute) of the parts that a factory replaces."""

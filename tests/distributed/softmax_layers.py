@@ -127,7 +127,7 @@ def layers_of_models() -> None:
                 assert error <= 1e-11, (name, method, tensor, error)
             names = {sent for sent, _ in link.traffic.sent}
             link.traffic.reset()
-            halo = {"softmax.window", "softmax.window_gradients"}
+            halo = {"window.keys_values", "window.gradients"}
             assert (names == halo) == ("sliding" in name or method == "window")
 
 

@@ -17,9 +17,10 @@ from torchtitan.components.loss import IGNORE_INDEX, CrossEntropyLoss
 from components.context_parallel.checks import check_split
 from components.context_parallel.collectives import Link
 from components.context_parallel.component import ContextParallel
+from components.context_parallel.families import split_of
+from components.context_parallel.glm import alignment, usual_kda
 from components.context_parallel.layout import KINDS, cut_batch, most_above_mean
 from components.context_parallel.mixers import MIXERS
-from components.context_parallel.plan import SplitPlan, alignment, usual_kda
 from components.core.base import Target
 from components.core.registry import component_types
 from components.core.sizes import local_tokens, mean_tokens
@@ -88,10 +89,10 @@ def test_the_offload_of_a_layer_input_has_room_for_the_largest_share() -> None:
 
 
 def test_every_mixer_of_the_model_gets_the_method_that_was_asked_for() -> None:
-    assert SplitPlan.of(recipe()).methods == {"kda": "state", "dsa": "gathered"}
+    assert split_of(recipe()).methods == {"kda": "state", "dsa": "gathered"}
     asked = recipe("components.context_parallel.kda=projections")
-    assert SplitPlan.of(asked).methods["kda"] == "projections"
-    for mixer, method in SplitPlan.of(asked).methods.items():
+    assert split_of(asked).methods["kda"] == "projections"
+    for mixer, method in split_of(asked).methods.items():
         assert method in MIXERS[mixer].methods
 
 
@@ -103,7 +104,7 @@ def test_the_check_says_what_ranks_send_and_hold() -> None:
     assert f"dsa gathered: {1088 * 32768 * 31 / 2**20:,.1f} MiB forward" in text
     assert "what a dsa layer exchanges with context ranks" in text
     # Latents of 1M tokens as they arrived, in order and in float32, their gradients; index keys.
-    held = SplitPlan.of(recipe()).exchanged("dsa")
+    held = split_of(recipe()).exchanged("dsa")
     assert held == 2**20 * (512 * (2 * 2 + 3 * 4) + 128 // 4 * 2 * 2)
     assert "traffic" not in summarise(recipe(name="quickstart"), Target("cpu", 1))
 
@@ -111,7 +112,7 @@ def test_the_check_says_what_ranks_send_and_hold() -> None:
 def test_hidden_states_and_projections_are_counted_by_their_widths() -> None:
     for kda in ("hidden", "projections"):
         settings = [f"components.context_parallel.kda={kda}"]
-        split = SplitPlan.of(recipe(*settings, name="glm_flash_128k_64xh200"))
+        split = split_of(recipe(*settings, name="glm_flash_128k_64xh200"))
         tokens, width = 32768, 64 * 128
         wanted = {
             "hidden": 4 * tokens * (4096 * (2 + 8) + (128 + 64) * 2),
@@ -188,33 +189,54 @@ def test_a_ranks_mean_loss_is_over_the_tokens_that_it_computed() -> None:
         dist.destroy_process_group()
 
 
-def test_the_table_of_what_combines_is_what_the_checks_say() -> None:
-    """Validators are asked about every other component; the README prints what they answer."""
-    found = recipe(*ON_TWO, "components.chunked_loss.enabled=false", name="quickstart")
-    target, refused, combined = Target("cpu", 2), [], []
+# So that no component refuses a small run for having one chunk.
+CHUNKS = [f"components.{name}.chunk_tokens=256"
+          for name in ("pipelined_llep", "sequence_chunked_moe", "sublayer_chunking")]  # fmt: skip
+
+
+def verdicts(model: str) -> dict[str, tuple[str, list[str]]]:
+    """Component -> what becomes of it beside the component, and the keys that say so."""
+    alone = ["components.chunked_loss.enabled=false", "components.precision_trimming.enabled=false"]
+    experts = "parallelism.expert_parallel_degree=2"
+    found = recipe(*ON_TWO, experts, *alone, *CHUNKS, f"model={model}", name="quickstart")
+    target, said = Target("cpu", 2), {}
     assert not list(check_split(found, target))
-    for name in component_types():
+    for name, kind in component_types().items():
         if name == "context_parallel":
             continue
-        component = getattr(found.components, name)
-        before, component.enabled = component.enabled, True
-        problems = [problem.path for problem in check_split(found, target)]
-        component.enabled = before
-        assert all(path.startswith(f"components.{name}.") for path in problems)
-        if problems:
-            keys = [path.removeprefix("components.").removesuffix(".enabled") for path in problems]
-            refused += keys
+        settings = getattr(found.components, name)
+        settings.enabled = True
+        refused = [problem.path for problem in check_split(found, target)]
+        absent = [problem.path for problem in kind(settings).check(found, target)]
+        settings.enabled = False
+        assert all(path.startswith(f"components.{name}.") for path in refused)
+        if refused:
+            keys = [path.removeprefix("components.").removesuffix(".enabled") for path in refused]
+            said[name] = "refused", keys
         else:
-            combined.append(name)
+            assert absent in ([], [f"components.{name}.enabled"])
+            said[name] = "no such part" if absent else "combine", [name]
+    return said
+
+
+def test_the_table_of_what_combines_is_what_the_checks_say() -> None:
+    """Validators are asked about every other component; the README prints what they answer."""
+    glm, softmax = verdicts("glm_flash_tiny"), verdicts("moe_debug")
+    rows: dict[tuple[str, str], list[str]] = {}
+    for name, (said, keys) in glm.items():
+        rows.setdefault((said, softmax[name][0]), []).extend(keys)
     text = (RECIPES.parent / "README.md").read_text()
-    for names, what in ((combined, "combine"), (refused, "refused")):
-        assert f"| {', '.join(f'`{name}`' for name in names)} | {what} |" in text
+    table = text.split("| beside `context_parallel` ")[1].split("\n\n")[0].splitlines()[2:]
+    assert sorted(table) == sorted(
+        f"| {', '.join(f'`{key}`' for key in keys)} | {one} | {other} |"
+        for (one, other), keys in rows.items()
+    )
 
 
 def test_bytes_are_reported_by_layer() -> None:
     component = ContextParallel(ContextParallel.Config(enabled=True))
     component.link = Link(SimpleNamespace())  # type: ignore[arg-type]
-    component.plan = SplitPlan.of(recipe())
+    component.plan = split_of(recipe())
     component.link.traffic.add("kda.states", "forward", 34 * 3 * 2**20)
     component.link.traffic.add("kda.halo", "forward", 34 * 2**20)
     component.link.traffic.add("dsa.latent", "backward", 11 * 2**20)

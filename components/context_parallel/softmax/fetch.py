@@ -83,7 +83,7 @@ class SendSeen:
         leaving = [rows[some] for _, some in messages.leaving]
         arrived = send_rows(
             torch.cat([rows[:0], *leaving]), messages.send, messages.receive, share.link,
-            "softmax.window", direction,
+            "window.keys_values", direction,
         )  # fmt: skip
         brought: dict[int, list[torch.Tensor]] = {p: [rows[:0]] for p in messages.held}
         pieces = arrived.split([count for _, _, count in messages.arriving])
@@ -105,7 +105,7 @@ class SendSeen:
         ordered = [pieces[part, before] for part, before, _ in messages.arriving]
         arrived = send_rows(
             torch.cat([grads[0][:0], *ordered]), messages.receive, messages.send, share.link,
-            "softmax.window_gradients", "backward",
+            "window.gradients", "backward",
         )  # fmt: skip
         sums = arrived.new_zeros(len(share.index), *arrived.shape[1:])
         begin = 0

@@ -36,8 +36,8 @@ class HeadSplit:
         if self.heads % self.ranks:
             legal = ", ".join(str(n) for n in range(1, self.heads + 1) if self.heads % n == 0)
             raise ValueError(
-                f"{DEGREE}: {self.ranks} ranks cannot split {self.heads} query heads "
-                f"(model.n_heads); legal for 'ulysses': {legal}"
+                f"{DEGREE}: {self.ranks} ranks cannot split {self.heads} query heads; "
+                f"legal for 'ulysses': {legal}"
             )
 
     @property
