@@ -80,7 +80,7 @@ def map_and_read_backward(
     """See ``op.map_and_read_backward``."""
     leaves = [t.detach().requires_grad_() for t in (streams, fn, terms)]
     with torch.enable_grad():
-        made = map_and_read(*leaves, constants)
+        made = map_and_read(leaves[0], leaves[1], leaves[2], constants)
     of_streams, of_fn, of_terms = torch.autograd.grad(made[:3], leaves, (dx, dpost, dmix))
     return of_streams if dheld is None else of_streams + dheld, of_fn, of_terms
 

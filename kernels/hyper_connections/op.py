@@ -44,7 +44,9 @@ def _map_and_read(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     constants = Constants(norm_eps, eps, iterations)
     if not _on_kernels(streams):
-        return tuple(t.contiguous() for t in naive.map_and_read(streams, fn, terms, constants))
+        made = naive.map_and_read(streams, fn, terms, constants)
+        # No result of an operator may share another's memory.
+        return made.x, made.post, made.mix.contiguous(), made.z, made.norm
     from kernels.hyper_connections import triton_maps, triton_project, triton_streams
 
     streams, fn = streams.contiguous(), fn.contiguous()
@@ -181,9 +183,9 @@ def map_and_read_backward(
 def merge(
     streams: torch.Tensor, out: torch.Tensor, post: torch.Tensor, mix: torch.Tensor
 ) -> torch.Tensor:
-    """``new_j = post_j * out + sum_i mix_ij * streams_i``; weights are rounded to the streams' dtype.
+    """``new_j = post_j * out + sum_i mix_ij * streams_i``.
 
-    The kernel sums in float32 and rounds once.
+    Both weights are rounded to the streams' dtype first. The kernel sums in float32, rounds once.
 
     Args:
         streams: (T, n, D).

@@ -67,7 +67,7 @@ def _sinkhorn_back(share, grad, eps, TURNS: tl.constexpr):  # type: ignore[no-un
     for turn in tl.static_range(TURNS):
         total = tl.sum(matrix, 1 + turn % 2, keep_dims=True) + eps
         matrix = matrix / total
-        sums = sums + (total,)
+        sums = sums + (total,)  # type: ignore[assignment]
     for back in tl.static_range(TURNS):
         total = sums[TURNS - 1 - back]
         along = tl.sum(grad * matrix, 1 + (TURNS - 1 - back) % 2, keep_dims=True)

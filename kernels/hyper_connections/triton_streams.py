@@ -36,7 +36,7 @@ def _read_back_kernel(  # type: ignore[no-untyped-def]
     lane = tl.arange(0, LANES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
     sums = ()
     for _ in tl.static_range(N):
-        sums = sums + (tl.zeros((LANES,), tl.float32),)
+        sums = sums + (tl.zeros((LANES,), tl.float32),)  # type: ignore[assignment]
     for begin in range(0, dim, LANES * VECTOR):
         d = begin + lane
         seen = d < dim
@@ -44,7 +44,7 @@ def _read_back_kernel(  # type: ignore[no-untyped-def]
         more = ()
         for i in tl.static_range(N):
             y = tl.load(streams + (t * N + i) * dim + d, mask=seen, other=0.0).to(tl.float32)
-            more = more + (sums[i] + tl.sum(y * g, 1),)
+            more = more + (sums[i] + tl.sum(y * g, 1),)  # type: ignore[assignment]
         sums = more
     for i in tl.static_range(N):
         tl.store(dpre + t * N + i, tl.sum(sums[i], 0))
@@ -67,7 +67,7 @@ def _merge_kernel(  # type: ignore[no-untyped-def]
     y = tl.load(out + t * dim + d, mask=seen).to(tl.float32)
     rows = ()
     for i in tl.static_range(N):
-        rows = rows + (tl.load(streams + (t * N + i) * dim + d, mask=seen).to(tl.float32),)
+        rows = rows + (tl.load(streams + (t * N + i) * dim + d, mask=seen).to(tl.float32),)  # type: ignore[assignment]
     for j in tl.static_range(N):
         total = _weight(post, t * N + j, narrow) * y
         for i in tl.static_range(N):
@@ -86,19 +86,19 @@ def _merge_back_kernel(  # type: ignore[no-untyped-def]
     # Of ``out`` first, then of stream after stream; each with all outgoing ones.
     sums = ()
     for _ in tl.static_range(N * (N + 1)):
-        sums = sums + (tl.zeros((LANES,), tl.float32),)
+        sums = sums + (tl.zeros((LANES,), tl.float32),)  # type: ignore[assignment]
     for begin in range(0, dim, LANES * VECTOR):
         d = begin + lane
         seen = d < dim
         pulls, more = (), ()
         for j in tl.static_range(N):
             at = grad + (t * N + j) * dim + d
-            pulls = pulls + (tl.load(at, mask=seen, other=0.0).to(tl.float32),)
+            pulls = pulls + (tl.load(at, mask=seen, other=0.0).to(tl.float32),)  # type: ignore[assignment]
         y = tl.load(out + t * dim + d, mask=seen, other=0.0).to(tl.float32)
         total = tl.zeros((LANES, VECTOR), tl.float32)
         for j in tl.static_range(N):
             total += _weight(post, t * N + j, narrow) * pulls[j]
-            more = more + (sums[j] + tl.sum(y * pulls[j], 1),)
+            more = more + (sums[j] + tl.sum(y * pulls[j], 1),)  # type: ignore[assignment]
         tl.store(dout + t * dim + d, total.to(narrow), mask=seen)
         for i in tl.static_range(N):
             place = (t * N + i) * dim + d
@@ -106,7 +106,7 @@ def _merge_back_kernel(  # type: ignore[no-untyped-def]
             total = tl.zeros((LANES, VECTOR), tl.float32)
             for j in tl.static_range(N):
                 total += _weight(mix, (t * N + i) * N + j, narrow) * pulls[j]
-                more = more + (sums[N + i * N + j] + tl.sum(y * pulls[j], 1),)
+                more = more + (sums[N + i * N + j] + tl.sum(y * pulls[j], 1),)  # type: ignore[assignment]
             tl.store(dstreams + place, total.to(narrow), mask=seen)
         sums = more
     for j in tl.static_range(N):
