@@ -252,6 +252,7 @@ def test_tensor_ranks_are_refused_with_the_degrees_that_heads_divide_by(
 
 PLAIN: dict[str, Any] = {
     "kda_kernel": "reference", "sparse_mla_kernel": "torch", "indexer_kernel": "torch",
+    "hyper_connections_kernel": "torch",
 }  # fmt: skip
 
 
@@ -262,12 +263,18 @@ def test_auto_takes_the_reference_on_a_cpu() -> None:
             "KDA kernel: reference (auto on cpu)",
             f"sparse_mla kernel: torch (auto on cpu; not tilelang: {lacking})",
             f"indexer kernel: torch (auto on cpu; not triton: {lacking})",
+            f"hyper_connections kernel: torch (auto on cpu; not triton: {lacking})",
         )
     )
     for device in ("cpu", "cuda"):
         choice = tiny_glm(**PLAIN).choose_kernels(device)
         assert choice == KernelChoice(
-            notes=("KDA kernel: reference", "sparse_mla kernel: torch", "indexer kernel: torch")
+            notes=(
+                "KDA kernel: reference",
+                "sparse_mla kernel: torch",
+                "indexer kernel: torch",
+                "hyper_connections kernel: torch",
+            )
         )
 
 
