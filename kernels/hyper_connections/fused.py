@@ -22,11 +22,12 @@ class _MapAndRead(torch.autograd.Function):
         terms: torch.Tensor,
         constants: Constants,
     ) -> tuple[torch.Tensor, ...]:
-        made = op.map_and_read(streams, fn, terms, constants)
+        made, lead = op.map_and_read(_flat(streams, 2), fn, terms, constants), streams.shape[:-2]
         ctx.save_for_backward(streams, fn, terms, made.z, made.norm)
         ctx.constants = constants
         ctx.set_materialize_grads(False)
-        return made.x, streams.view_as(streams), made.post, made.mix
+        x, post, mix = (_unflat(t, lead) for t in made[:3])
+        return x, streams.detach(), post, mix
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -38,27 +39,47 @@ class _MapAndRead(torch.autograd.Function):
         dmix: torch.Tensor | None,
     ) -> tuple[torch.Tensor | None, ...]:
         streams, fn, terms, z, norm = ctx.saved_tensors
-        tokens, n, dim = streams.shape
-        dx = streams.new_zeros(tokens, dim) if dx is None else dx
-        dpost = z.new_zeros(tokens, n) if dpost is None else dpost
-        dmix = z.new_zeros(tokens, n, n) if dmix is None else dmix
+        flat = _flat(streams, 2)
+        tokens, n, dim = flat.shape
         of_fn = ctx.needs_input_grad[1]
         dstreams, dfn, dterms = op.map_and_read_backward(
-            dx, dpost, dmix, dheld, streams, fn, terms, z, norm, ctx.constants, of_weight=of_fn
-        )
-        return dstreams, dfn if of_fn else None, dterms, None
+            flat.new_zeros(tokens, dim) if dx is None else _flat(dx, 1),
+            z.new_zeros(tokens, n) if dpost is None else _flat(dpost, 1),
+            z.new_zeros(tokens, n, n) if dmix is None else _flat(dmix, 2),
+            None if dheld is None else _flat(dheld, 2),
+            flat, fn, terms, z, norm, ctx.constants, of_weight=of_fn,
+        )  # fmt: skip
+        return dstreams.view(streams.shape), dfn if of_fn else None, dterms, None
 
 
 class _Merge(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(*inputs)
-        return op.merge(*inputs)
+        return _unflat(op.merge(*_all_flat(*inputs)), inputs[0].shape[:-2])
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return op.merge_backward(grad, *ctx.saved_tensors)
+        inputs = ctx.saved_tensors
+        found = op.merge_backward(_flat(grad, 2), *_all_flat(*inputs))
+        return tuple(f.view(t.shape) for f, t in zip(found, inputs, strict=True))
+
+
+def _flat(tensor: torch.Tensor, own: int) -> torch.Tensor:
+    """With one leading dimension in place of all but the last ``own``."""
+    return tensor.flatten(0, -1 - own)
+
+
+def _unflat(tensor: torch.Tensor, lead: torch.Size) -> torch.Tensor:
+    """With the leading dimensions back. Detached, which makes it no view to those who ask."""
+    return tensor.unflatten(0, lead).detach()
+
+
+def _all_flat(
+    streams: torch.Tensor, out: torch.Tensor, post: torch.Tensor, mix: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    return _flat(streams, 2), _flat(out, 1), _flat(post, 1), _flat(mix, 2)
 
 
 def map_and_read(
@@ -76,16 +97,11 @@ def map_and_read(
         A mixer's input (..., D); the streams, for ``merge``: whatever else uses them costs a pass
         over their gradient; post (..., n); mix (..., n, n).
     """
-    lead = streams.shape[:-2]
-    made = _MapAndRead.apply(streams.flatten(0, -3), fn, terms, constants)
-    x, held, post, mix = (t.unflatten(0, lead) for t in made)
-    return x, held, post, mix
+    return _MapAndRead.apply(streams, fn, terms, constants)
 
 
 def merge(
     streams: torch.Tensor, out: torch.Tensor, post: torch.Tensor, mix: torch.Tensor
 ) -> torch.Tensor:
     """See ``op.merge``, with leading dimensions (...) for T; keeps its inputs."""
-    lead = streams.shape[:-2]
-    flat = (t.flatten(0, len(lead) - 1) for t in (streams, out, post, mix))
-    return _Merge.apply(*flat).unflatten(0, lead)
+    return _Merge.apply(streams, out, post, mix)

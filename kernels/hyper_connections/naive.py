@@ -1,11 +1,10 @@
-"""The definition of a fused site in plain torch, and its gradients by autograd: any device."""
+"""The definition of a fused site in plain torch, and its gradients: any device."""
 
 from typing import NamedTuple
 
 import torch
 
 from kernels.hyper_connections.mapping import project_reference
-from kernels.hyper_connections.merge import merge_reference
 from kernels.hyper_connections.read import read_reference
 from kernels.hyper_connections.sinkhorn import sinkhorn_reference
 from kernels.precision import accumulation_dtype
@@ -75,19 +74,65 @@ def map_and_read_backward(
     streams: torch.Tensor,
     fn: torch.Tensor,
     terms: torch.Tensor,
+    z: torch.Tensor,
+    norm: torch.Tensor,
     constants: Constants,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See ``op.map_and_read_backward``."""
-    leaves = [t.detach().requires_grad_() for t in (streams, fn, terms)]
-    with torch.enable_grad():
-        made = map_and_read(leaves[0], leaves[1], leaves[2], constants)
-    of_streams, of_fn, of_terms = torch.autograd.grad(made[:3], leaves, (dx, dpost, dmix))
-    return of_streams if dheld is None else of_streams + dheld, of_fn, of_terms
+    wide, wide_dx = streams.to(z.dtype), dx.to(z.dtype).unsqueeze(1)
+    dpre = (wide * wide_dx).sum(-1)
+    pre, dlogits = _maps_backward(dpre, dpost, dmix, z, terms, constants)
+    dterms = torch.stack(((dlogits * z).sum(0), dlogits.sum(0)))
+    dz = dlogits * terms[0]
+    # d norm / d x = -norm^3 x / width, and z already holds one factor of norm.
+    pull = (z * dz).sum(-1) * norm.square() / fn.shape[1]
+    dz = dz * norm.unsqueeze(-1)
+    back = (dz @ fn.to(z.dtype)).view_as(wide) - pull[:, None, None] * wide
+    back += pre.unsqueeze(-1) * wide_dx
+    if dheld is not None:
+        back += dheld
+    dfn = dz.t() @ wide.flatten(1)
+    return back.to(streams.dtype), dfn.to(fn.dtype), dterms.to(terms.dtype)
 
 
-def merge_backward(grad: torch.Tensor, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def _maps_backward(
+    dpre: torch.Tensor,
+    dpost: torch.Tensor,
+    dmix: torch.Tensor,
+    z: torch.Tensor,
+    terms: torch.Tensor,
+    constants: Constants,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``pre`` once more, and the gradient of the logits."""
+    n, eps = dpre.shape[1], constants.eps
+    logits = z * terms[0] + terms[1]
+    sigmoid = logits[:, : 2 * n].sigmoid()
+    of_sigmoid = torch.cat((dpre, 2 * dpost), 1) * sigmoid * (1 - sigmoid)
+    share = logits[:, 2 * n :].unflatten(-1, (n, n)).softmax(-1)
+    matrix, sums = share + eps, []
+    for turn in range(2 * constants.iterations - 1):
+        sums.append(matrix.sum(-1 if turn % 2 else -2, keepdim=True) + eps)
+        matrix = matrix / sums[-1]
+    for turn in reversed(range(len(sums))):
+        along = (dmix * matrix).sum(-1 if turn % 2 else -2, keepdim=True)
+        dmix = (dmix - along) / sums[turn]
+        matrix = matrix * sums[turn]
+    of_share = share * (dmix - (dmix * share).sum(-1, keepdim=True))
+    return sigmoid[:, :n] + eps, torch.cat((of_sigmoid, of_share.flatten(1)), 1)
+
+
+def merge_backward(
+    grad: torch.Tensor,
+    streams: torch.Tensor,
+    out: torch.Tensor,
+    post: torch.Tensor,
+    mix: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """See ``op.merge_backward``."""
-    leaves = [t.detach().requires_grad_() for t in inputs]
-    with torch.enable_grad():
-        merged = merge_reference(*leaves)
-    return torch.autograd.grad(merged, leaves, grad)
+    wide = grad.to(accumulation_dtype(grad.dtype))
+    rounded_post, rounded_mix = (t.to(streams.dtype).to(wide.dtype) for t in (post, mix))
+    dstreams = rounded_mix @ wide
+    dout = (rounded_post.unsqueeze(-1) * wide).sum(1)
+    dpost = (wide * out.unsqueeze(1)).sum(-1)
+    dmix = streams.to(wide.dtype) @ wide.transpose(1, 2)
+    return dstreams.to(streams.dtype), dout.to(out.dtype), dpost.to(post.dtype), dmix.to(mix.dtype)

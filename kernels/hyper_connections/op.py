@@ -93,7 +93,10 @@ def _map_and_read_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     constants = Constants(norm_eps, eps, iterations)
     if not _on_kernels(streams):
-        return naive.map_and_read_backward(dx, dpost, dmix, dheld, streams, fn, terms, constants)
+        of_streams, dfn, of_terms = naive.map_and_read_backward(
+            dx, dpost, dmix, dheld, streams, fn, terms, z, norm, constants
+        )
+        return of_streams, dfn if of_weight else fn.new_empty(0), of_terms
     from kernels.hyper_connections import triton_maps, triton_project, triton_streams
 
     dx, dpost, dmix, streams, fn, terms = (
@@ -219,14 +222,11 @@ def merge_backward(
     mix: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of ``merge``'s four inputs, given that of its result and the inputs."""
-    inputs = streams, out, post, mix
     if not _on_kernels(streams):
-        found = naive.merge_backward(grad, *inputs)
-    else:
-        from kernels.hyper_connections import triton_streams
+        return naive.merge_backward(grad, streams, out, post, mix)
+    from kernels.hyper_connections import triton_streams
 
-        found = triton_streams.merge_backward(*(t.contiguous() for t in (grad, *inputs)))
-    return found[0], found[1], found[2], found[3]
+    return triton_streams.merge_backward(*(t.contiguous() for t in (grad, streams, out, post, mix)))
 
 
 @merge_backward.register_fake

@@ -164,10 +164,11 @@ def merge_backward(
     out: torch.Tensor,
     post: torch.Tensor,
     mix: torch.Tensor,
-) -> tuple[torch.Tensor, ...]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """See ``op.merge_backward``; all contiguous, T >= 1."""
     tokens, n, dim = streams.shape
-    found = tuple(torch.empty_like(t) for t in (streams, out, post, mix))
+    dstreams, dout = torch.empty_like(streams), torch.empty_like(out)
+    found = dstreams, dout, torch.empty_like(post), torch.empty_like(mix)
     _merge_back_kernel[(tokens,)](
         grad, streams, out, post, mix, *found, dim, N=n, **_vectors(streams)
     )

@@ -11,6 +11,7 @@ import sys
 import torch
 
 from kernels.hyper_connections import naive, triton_maps, triton_project, triton_streams
+from kernels.hyper_connections.merge import merge_reference
 from kernels.hyper_connections.naive import Constants
 from tests.unit.kernel_support import draw
 
@@ -42,7 +43,7 @@ def check_reading(tokens: int, n: int, dim: int, dtype: torch.dtype, held: bool)
     upstream = [t.double() for t in (dx, dpost, dmix)]
     given = dheld if held else None
     wanted = naive.map_and_read_backward(
-        *upstream, dheld.double() if held else None, *exact, CONSTANTS
+        *upstream, dheld.double() if held else None, *exact, want.z, want.norm, CONSTANTS
     )
     dpre = triton_streams.read_backward(streams, dx)
     again, dz, pull, dterms = triton_maps.gradients(
@@ -66,7 +67,7 @@ def check_merging(tokens: int, n: int, dim: int, dtype: torch.dtype) -> None:
     # The interpreter cuts digits off where a GPU rounds to bfloat16.
     bound = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 5e-3}[dtype]
     merged = triton_streams.merge(streams, out, post, mix)
-    close(merged, naive.merge_reference(*exact), bound, (tokens, n, dim, dtype))
+    close(merged, merge_reference(*exact), bound, (tokens, n, dim, dtype))
     found = triton_streams.merge_backward(grad, streams, out, post, mix)
     wanted = naive.merge_backward(grad.double(), *exact)
     for which, pair in enumerate(zip(found, wanted, strict=True)):

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torchtitan.config import derive, override
@@ -16,6 +16,18 @@ from kernels.precision import accumulation_dtype
 
 if TYPE_CHECKING:
     from components.models.glm_flash.settings import GlmFlashModel
+
+
+class _HandOn(torch.autograd.Function):
+    """The same tensor, and no view of it: FSDP warns of what modules return as views."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad
 
 
 class MixTerms(MixAffine):
@@ -32,7 +44,7 @@ class MixTerms(MixAffine):
         was given to it that theirs are complete: hence the streams.
         """
         wide = accumulation_dtype(streams.dtype)
-        return streams, torch.stack((self.factor(), self.base)).to(wide)
+        return _HandOn.apply(streams), torch.stack((self.factor(), self.base)).to(wide)
 
 
 class FusedHyperConnection(HyperConnection):
