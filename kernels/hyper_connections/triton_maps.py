@@ -34,7 +34,7 @@ def _softmax(y):  # type: ignore[no-untyped-def]
     return e / tl.sum(e, 2, keep_dims=True)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "iterations"])
 def _maps_kernel(  # type: ignore[no-untyped-def]
     z, terms, pre, post, mix, tokens, eps, iterations,
     N: tl.constexpr, M: tl.constexpr, ROWS: tl.constexpr,
@@ -89,7 +89,7 @@ def _keep(dz, parts, rows, mask, at, d, y, factor, norm, M: tl.constexpr):  # ty
     return d * factor * y
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _maps_back_kernel(  # type: ignore[no-untyped-def]
     z, terms, norm, dpre, dpost, dmix, pre, dz, pull, parts, tokens, width, eps,
     TURNS: tl.constexpr, N: tl.constexpr, M: tl.constexpr, ROWS: tl.constexpr,

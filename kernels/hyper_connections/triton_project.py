@@ -13,7 +13,7 @@ _SPLIT_TOKENS = 1024
 _MOST_SPLITS = 16
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _project_kernel(  # type: ignore[no-untyped-def]
     x, fn, z, norm, tokens, width, eps,
     M: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
@@ -45,7 +45,7 @@ def _project_kernel(  # type: ignore[no-untyped-def]
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "split"])
 def _gradients_kernel(  # type: ignore[no-untyped-def]
     x, dx, dheld, pre, dz, pull, fn, dstreams, partial, tokens, dim, split,
     N: tl.constexpr, M: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,

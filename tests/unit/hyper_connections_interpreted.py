@@ -15,7 +15,7 @@ from kernels.hyper_connections.merge import merge_reference
 from kernels.hyper_connections.naive import Constants
 from tests.unit.kernel_support import draw
 
-CONSTANTS = Constants(norm_eps=1e-5, eps=1e-6, iterations=20)
+CONSTANTS = Constants(norm_eps=1e-5, eps=1e-6, iterations=4)
 
 
 def close(found: torch.Tensor, expected: torch.Tensor, bound: float, what: object) -> None:
