@@ -82,8 +82,8 @@ if __name__ == "__main__":
     triton_project._SPLIT_TOKENS = 64
     check_reading(1, 4, 8, torch.float32, held=True)
     check_reading(37, 4, 72, torch.float32, held=False)
-    check_reading(70, 4, 72, torch.float16, held=True)
-    check_reading(33, 2, 136, torch.float16, held=True)
+    check_reading(70, 4, 40, torch.float16, held=True)
+    check_reading(5, 2, 136, torch.float16, held=True)
     check_merging(1, 4, 8, torch.float32)
     check_merging(3, 4, 72, torch.bfloat16)
     check_merging(2, 2, 40, torch.float16)
