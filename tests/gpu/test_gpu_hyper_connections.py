@@ -141,7 +141,9 @@ def test_kernels_reach_beyond_two_to_the_31() -> None:
 
 def part(kind: str) -> HyperConnection:
     """A site of the published model, with bfloat16 weights."""
-    model = GlmFlashModel(vocab_size=512, n_layers=1, layer_types=["kda"], n_dense_layers=1)
+    model = GlmFlashModel(
+        vocab_size=512, n_layers=1, layer_types=["kda"], n_dense_layers=1, n_experts=None
+    )
     config = model.build_spec().model
     if kind != "plain":
         trim(config, "hyper_connections")
