@@ -46,6 +46,8 @@ class PrecisionTrimming(Component):
 
     * ``hyper_connections``: reading the streams bits; mapping, mixing matrix and merge order. In
       bfloat16 the merge's gradients are closer to exact: plain autograd rounds them at every step.
+      The kernels of ``model.hyper_connections_kernel`` keep less still, on or off: with them this
+      switch changes nothing.
     * ``router``: order; bits in float32, where nothing is upcast, within one block of rows.
     * ``rms_norm``, both norms: bits. Beyond one block of rows (``kernels.row_blocks``) the blocks'
       gradients of a weight are summed in float32.
@@ -68,7 +70,8 @@ class PrecisionTrimming(Component):
     @dataclass(kw_only=True, slots=True)
     class Config(Component.Config):
         hyper_connections: bool | None = None
-        """mHC: mapping, mixing matrix, reading and merging keep the streams themselves."""
+        """mHC in plain torch: mapping, mixing matrix, reading and merging keep the streams
+        themselves, as its kernels always do (model.hyper_connections_kernel)."""
 
         router: bool | None = None
         """Router logits keep the tokens themselves, not a float32 copy."""

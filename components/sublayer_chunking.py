@@ -16,6 +16,7 @@ from components.models.glm_flash.chunked.overrides import (
     chunked_shared_expert,
 )
 from components.models.glm_flash.settings import GlmFlashModel
+from components.models.glm_flash.working_set import form_of
 from components.recompute.terms import (
     kept_outputs,
     kept_routed_outputs,
@@ -109,9 +110,11 @@ class SublayerChunking(Component):
                 f"use {f'a multiple of {_UNIT} below {tokens}, or ' if tokens > _UNIT else ''}"
                 f"{self.path}.enabled=false",
             )
-        yield from self._check_parts(recipe, _counts(recipe.model))
+        yield from self._check_parts(recipe, target)
 
-    def _check_parts(self, recipe: "Recipe", counts: dict[str, int]) -> Iterator[Problem]:
+    def _check_parts(self, recipe: "Recipe", target: Target) -> Iterator[Problem]:
+        assert isinstance(recipe.model, GlmFlashModel)
+        counts = _counts(recipe.model)
         if not self.config.streams and not any(self._wanted(counts).values()):
             there = ", ".join(f"{self.path}.{name}" for name, count in counts.items() if count)
             yield Problem(
@@ -128,6 +131,14 @@ class SublayerChunking(Component):
                 "true merges streams again by components.precision_trimming.hyper_connections, "
                 "which is off",
                 f"use components.precision_trimming.enabled=true, or {self.path}.streams=false",
+            )
+        if self.config.streams and form_of(recipe.model, recipe, target.device).fused_streams:
+            yield Problem(
+                f"{self.path}.streams",
+                "true cannot be combined with model.hyper_connections_kernel "
+                f"{recipe.model.hyper_connections_kernel!r} on {target.device}, whose kernels keep "
+                "the streams",
+                f"use model.hyper_connections_kernel=torch, or {self.path}.streams=false",
             )
         if self.config.dsa and counts["dsa"] and recipe.components.indexer_training.enabled:
             yield Problem(

@@ -1,8 +1,9 @@
 """The operations that have several implementations, and what each implementation must offer.
 
 To offer another: write a ``Backend`` whose ``load`` returns what the operation's protocol asks for,
-``add`` it, and give its name a place among the settings (``SparseMlaKernel``, ``IndexerKernel``)
-and in the tables of ``components.models.glm_flash.sparse_kernels``.
+``add`` it, and give its name a place among the settings (``SparseMlaKernel``, ``IndexerKernel``,
+``HyperConnectionsKernel``) and in the tables of ``components.models.glm_flash``'s
+``sparse_kernels`` and ``fused_connections``.
 """
 
 import importlib
@@ -16,6 +17,7 @@ from kernels.backends import machine
 from kernels.backends.machine import Gpus
 from kernels.backends.registry import Backend, Operation, Shape
 from kernels.dsa.pooling import Pools
+from kernels.hyper_connections.naive import Constants
 
 
 class SparseMlaKernels(Protocol):
@@ -85,6 +87,22 @@ class IndexerKernels(Protocol):
         ...
 
 
+class HyperConnectionKernels(Protocol):
+    """One site of the residual streams, with gradients. See ``kernels.hyper_connections.fused``."""
+
+    def map_and_read(
+        self, streams: torch.Tensor, fn: torch.Tensor, terms: torch.Tensor, constants: Constants
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """A mixer's input, the streams for ``merge``, and two of the three maps."""
+        ...
+
+    def merge(
+        self, streams: torch.Tensor, out: torch.Tensor, post: torch.Tensor, mix: torch.Tensor
+    ) -> torch.Tensor:
+        """The streams after the mixer."""
+        ...
+
+
 Limits = Callable[[Shape], str | None]
 """Which of a shape's values a kernel does not take, and what it takes; None: all."""
 
@@ -123,6 +141,16 @@ def _indexer_limits(shape: Shape) -> str | None:
     return reason
 
 
+def _hyper_connections_limits(shape: Shape) -> str | None:
+    return one_of(
+        "model.hc_mult", importlib.import_module("kernels.hyper_connections.op").STREAMS, shape
+    )
+
+
+def _hyper_connections() -> HyperConnectionKernels:
+    return importlib.import_module("kernels.hyper_connections.fused")
+
+
 def _sparse_mla() -> SimpleNamespace:
     forward = importlib.import_module("kernels.sparse_mla.tilelang_forward").forward
     backward = importlib.import_module("kernels.sparse_mla.tilelang_backward").backward
@@ -151,7 +179,11 @@ def kernel(package: str, gpus: Gpus, load: Callable[[], Any], limits: Limits) ->
 
 SPARSE_MLA = Operation("sparse_mla", "model.sparse_mla_kernel")
 INDEXER = Operation("indexer", "model.indexer_kernel")
+HYPER_CONNECTIONS = Operation("hyper_connections", "model.hyper_connections_kernel")
 
 SPARSE_MLA.add(kernel("tilelang", machine.HOPPER, _sparse_mla, _sparse_mla_limits))
 SPARSE_MLA.add(Backend("dense", lambda: importlib.import_module("kernels.dsa.dense")))
 INDEXER.add(kernel("triton", machine.AMPERE_ON, _indexer, _indexer_limits))
+HYPER_CONNECTIONS.add(
+    kernel("triton", machine.AMPERE_ON, _hyper_connections, _hyper_connections_limits)
+)

@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.nn import Module
 from torchtitan.components.loss import IGNORE_INDEX
 
 from components.titan.trainer import RecipeTrainer
+from kernels.backends.ops import HYPER_CONNECTIONS
 from tests.distributed.spawn import run_ranks
 from tests.training import full, losses, metrics, small_overrides, train, write_corpus
 
@@ -36,6 +38,8 @@ LAYOUTS = {
         "components.precision_trimming.enabled=true",
         "components.sequence_chunked_moe.enabled=true",
         "components.sequence_chunked_moe.chunk_tokens=100",
+        # Their definition: ranks have no GPU.
+        "model.hyper_connections_kernel=auto",
     ],
 }
 PLANNED = {
@@ -127,6 +131,8 @@ def train_and_keep(trainer: RecipeTrainer) -> dict[str, Any]:
 
 def train_layout(name: str, layout: str, corpus: str, seed: str, out: str) -> None:
     """One rank of a layout's run."""
+    able = replace(HYPER_CONNECTIONS.backends["triton"], why_not=lambda device, shape: None)
+    HYPER_CONNECTIONS.add(able)
     settings = [*overrides(corpus, seed), *(LAYOUTS | PLANNED | WITH_INDEXERS)[layout]]
     kept = train(Path(out) / name, settings, use=train_and_keep)
     torch.save(kept, Path(out) / f"{name}.{os.environ['RANK']}.pt")

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kernels.backends import machine
-from kernels.backends.ops import INDEXER, SPARSE_MLA
+from kernels.backends.ops import HYPER_CONNECTIONS, INDEXER, SPARSE_MLA
 from kernels.backends.registry import ITEMSIZE, Backend, Choice, Operation
 
 SHAPE = {"model.n_heads": 48}
@@ -101,7 +101,9 @@ def test_what_a_machine_lacks_is_said(
             raise AssertionError(answer)
 
 
-@pytest.mark.parametrize("made", [SPARSE_MLA, INDEXER], ids=lambda made: made.name)
+@pytest.mark.parametrize(
+    "made", [SPARSE_MLA, INDEXER, HYPER_CONNECTIONS], ids=lambda made: made.name
+)
 def test_on_a_cpu_every_operation_has_its_reference(made: Operation) -> None:
     choice = made.choose("auto", "cpu", {})
     assert choice.backend == "torch"
@@ -166,3 +168,13 @@ def test_a_dimension_that_a_kernel_does_not_take_is_named(
     made = SPARSE_MLA if "sparse" in where else INDEXER
     (backend,) = [b for b in made.backends.values() if b.automatic]
     assert backend.why_not("cuda", shape | changes) == reason
+
+
+@pytest.mark.parametrize(("streams", "taken"), [(2, True), (3, False), (4, True), (8, False)])
+def test_kernels_take_two_or_four_streams(
+    streams: int, taken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    reason = HYPER_CONNECTIONS.backends["triton"].why_not("cuda", {"model.hc_mult": streams})
+    wrong = f"model.hc_mult: {streams} is not taken; supported: 2, 4"
+    assert reason == (None if taken else wrong)

@@ -93,7 +93,10 @@ def test_the_deeper_files_differ_in_depth_alone() -> None:
 def test_the_glm_flash_files_differ_in_what_they_say() -> None:
     assert bound("glm_flash") == GlmFlashModel()
     assert bound("glm_flash_tiny") == tiny_glm(
-        kda_kernel="reference", sparse_mla_kernel="torch", indexer_kernel="torch"
+        kda_kernel="reference",
+        sparse_mla_kernel="torch",
+        indexer_kernel="torch",
+        hyper_connections_kernel="torch",
     )
     four = ["kda", "kda", "kda", "dsa"]
     slice_ = GlmFlashModel(n_layers=4, layer_types=four, n_dense_layers=1, n_experts=32)

@@ -252,22 +252,30 @@ def test_tensor_ranks_are_refused_with_the_degrees_that_heads_divide_by(
 
 PLAIN: dict[str, Any] = {
     "kda_kernel": "reference", "sparse_mla_kernel": "torch", "indexer_kernel": "torch",
+    "hyper_connections_kernel": "torch",
 }  # fmt: skip
 
 
 def test_auto_takes_the_reference_on_a_cpu() -> None:
     lacking = "its kernels run on CUDA only, and this run is on the cpu"
-    assert tiny_glm().choose_kernels("cpu") == KernelChoice(
+    model = tiny_glm(hyper_connections_kernel="auto")
+    assert model.choose_kernels("cpu") == KernelChoice(
         notes=(
             "KDA kernel: reference (auto on cpu)",
             f"sparse_mla kernel: torch (auto on cpu; not tilelang: {lacking})",
             f"indexer kernel: torch (auto on cpu; not triton: {lacking})",
+            f"hyper_connections kernel: torch (auto on cpu; not triton: {lacking})",
         )
     )
     for device in ("cpu", "cuda"):
         choice = tiny_glm(**PLAIN).choose_kernels(device)
         assert choice == KernelChoice(
-            notes=("KDA kernel: reference", "sparse_mla kernel: torch", "indexer kernel: torch")
+            notes=(
+                "KDA kernel: reference",
+                "sparse_mla kernel: torch",
+                "indexer kernel: torch",
+                "hyper_connections kernel: torch",
+            )
         )
 
 

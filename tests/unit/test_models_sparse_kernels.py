@@ -18,7 +18,7 @@ from components.models.glm_flash.sparse_kernels import (
     triton_indexer,
 )
 from components.titan.trainer import RecipeTrainer
-from kernels.backends.ops import INDEXER, SPARSE_MLA
+from kernels.backends.ops import HYPER_CONNECTIONS, INDEXER, SPARSE_MLA
 from kernels.dsa import sparse_mla
 from tests.training import losses, small_overrides, train, write_corpus
 from tests.unit.absorbed_support import Gathering, Sorting, offer
@@ -27,24 +27,28 @@ from tests.unit.models_support import tiny_glm
 
 PLAIN: dict[str, Any] = {
     "kda_kernel": "reference", "sparse_mla_kernel": "torch", "indexer_kernel": "torch",
+    "hyper_connections_kernel": "torch",
 }  # fmt: skip
 
 
 @pytest.fixture
 def able(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine on which every kernel runs."""
-    for made in (SPARSE_MLA, INDEXER):
+    for made in (SPARSE_MLA, INDEXER, HYPER_CONNECTIONS):
         for name, backend in list(made.backends.items()):
             runs = replace(backend, why_not=lambda device, shape: None)
             monkeypatch.setitem(made.backends, name, runs)
 
 
 def test_auto_takes_the_kernels_where_they_run(able: None) -> None:
-    choice = tiny_glm(kda_kernel="reference").choose_kernels("cuda")
+    choice = tiny_glm(
+        kda_kernel="reference", hyper_connections_kernel="auto"
+    ).choose_kernels("cuda")
     names = [factory.__name__ for factory in choice.overrides]
-    assert names == ["tilelang_sparse_mla", "triton_indexer"]
+    assert names == ["tilelang_sparse_mla", "triton_indexer", "triton_hyper_connections"]
     assert choice.notes[1:] == (
         "sparse_mla kernel: tilelang (auto on cuda)", "indexer kernel: triton (auto on cuda)",
+        "hyper_connections kernel: triton (auto on cuda)",
     )  # fmt: skip
 
 
@@ -56,9 +60,14 @@ def test_the_dense_baseline_has_to_be_asked_for() -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "wanted"), [("sparse_mla_kernel", "tilelang"), ("indexer_kernel", "triton")]
+    ("key", "wanted"),
+    [
+        ("sparse_mla_kernel", "tilelang"),
+        ("indexer_kernel", "triton"),
+        ("hyper_connections_kernel", "triton"),
+    ],
 )
-def test_a_sparse_kernel_that_cannot_run_is_refused(key: str, wanted: str) -> None:
+def test_a_kernel_that_cannot_run_is_refused(key: str, wanted: str) -> None:
     with pytest.raises(ValueError) as caught:
         tiny_glm(**{**PLAIN, key: wanted}).choose_kernels("cpu")
     assert str(caught.value) == (
@@ -71,21 +80,27 @@ def test_the_machine_is_asked_about_the_models_widths_and_dtype(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     shapes: list[Any] = []
-    for made, name in ((SPARSE_MLA, "tilelang"), (INDEXER, "triton")):
+    for made, name in (
+        (SPARSE_MLA, "tilelang"), (INDEXER, "triton"), (HYPER_CONNECTIONS, "triton")
+    ):  # fmt: skip
         asked = replace(made.backends[name], why_not=lambda device, shape: shapes.append(shape))
         monkeypatch.setitem(made.backends, name, asked)
-    GlmFlashModel(kda_kernel="reference").choose_kernels("cuda", 4)
+    model = GlmFlashModel(kda_kernel="reference", hyper_connections_kernel="auto")
+    model.choose_kernels("cuda", 4)
     assert shapes == [
         {"model.n_heads": 64, "model.kv_lora_rank": 512, "model.index_kpool": 4,
          "model.index_topk": 2048, "training.mixed_precision_param": 4},
         {"model.index_n_heads": 32, "model.index_head_dim": 128, "model.index_kpool": 4,
          "model.index_topk": 2048, "training.mixed_precision_param": 4},
+        {"model.hc_mult": 4, "training.mixed_precision_param": 4},
     ]  # fmt: skip
 
 
 def test_a_model_without_sparse_attention_chooses_no_kernels_for_it() -> None:
-    model = tiny_glm(layer_types=["kda"] * 4, kda_kernel="reference")
-    assert model.choose_kernels("cpu").notes == ("KDA kernel: reference",)
+    model = tiny_glm(**{**PLAIN, "layer_types": ["kda"] * 4})
+    assert model.choose_kernels("cpu").notes == (
+        "KDA kernel: reference", "hyper_connections kernel: torch",
+    )  # fmt: skip
 
 
 @pytest.fixture

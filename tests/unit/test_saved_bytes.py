@@ -1,6 +1,7 @@
 """Bytes kept for backward: arithmetic against what autograd saves, to the byte."""
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -20,7 +21,8 @@ from components.models.glm_flash.chunked.overrides import (
 )
 from components.models.glm_flash.documents import Documents
 from components.models.glm_flash.experts import ClampedFeedForward
-from components.models.glm_flash.hyper_connections import MixAffine
+from components.models.glm_flash.fused_connections import triton_hyper_connections
+from components.models.glm_flash.hyper_connections import HyperConnection, MixAffine
 from components.models.glm_flash.kda import KDA, KdaCore
 from components.models.glm_flash.mla import SparseMLA
 from components.models.glm_flash.saved_bytes import (
@@ -60,12 +62,16 @@ def build(
     piece: int = 0,
     experts: int = 0,
     more: bool = False,
+    fused: bool = False,
 ) -> nn.Module:
     config = settings.build_spec().model
     if sites:
         trim(config, *sites)
     if more:
         config.layers = [rebuilding(layer) for layer in config.layers]
+    if fused:
+        for _, part, parent, attribute in list(config.traverse(HyperConnection.Config)):
+            setattr(parent, attribute, triton_hyper_connections(part))
     if piece:
         for target, cut in CUTS.items():
             for name, part, parent, attribute in list(config.traverse(target)):
@@ -111,12 +117,17 @@ def measured(layer: nn.Module, streams: torch.Tensor, documents: Documents) -> d
 
 
 def assert_equal_to_the_byte(
-    settings: GlmFlashModel, index: int, dtype: torch.dtype, sites: tuple[str, ...], tokens: int
+    settings: GlmFlashModel,
+    index: int,
+    dtype: torch.dtype,
+    sites: tuple[str, ...],
+    tokens: int,
+    fused: bool = False,
 ) -> None:
-    layer = list(build(settings, dtype, sites).layers.values())[index]
+    layer = list(build(settings, dtype, sites, fused=fused).layers.values())[index]
     streams = torch.randn(1, tokens, settings.hc_mult, settings.dim).to(dtype).requires_grad_()
     found = measured(layer, streams, Documents.from_lengths((tokens,)))
-    form = Form(itemsize=dtype.itemsize, trimmed=frozenset(sites))
+    form = Form(itemsize=dtype.itemsize, trimmed=frozenset(sites), fused_streams=fused)
     assert found == saved_bytes(settings, index, tokens, form)
 
 
@@ -149,6 +160,12 @@ def test_other_widths_keep_what_the_arithmetic_says(changes, sites):
         assert_equal_to_the_byte(tiny_glm(**changes), index, torch.bfloat16, sites, tokens=50)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("sites", [(), ("hyper_connections",)], ids=["plain", "trimmed"])
+def test_kernels_of_the_streams_keep_what_the_arithmetic_says(sites, dtype):
+    assert_equal_to_the_byte(tiny_glm(), KDA_DENSE, dtype, sites, tokens=37, fused=True)
+
+
 def test_states_of_kda_are_kept_once_per_1024_tokens():
     assert_equal_to_the_byte(tiny_glm(), KDA_DENSE, torch.bfloat16, tuple(SITES), tokens=1030)
 
@@ -177,6 +194,10 @@ def test_figures_of_the_published_model(part, index, planned, ours):
         assert ours - planned == rows[part]
     if part == "attention" and index == KDA_DENSE:
         assert planned - ours == 4 * 64 and q == 8192
+    if part == "site":
+        fused = saved_bytes(GlmFlashModel(), index, tokens, replace(form, fused_streams=True))
+        of_site = fused["ffn_hc"] + fused["ffn_norm"] + fused["writes"] // 2
+        assert round(of_site / tokens) == planned - 104 + 180
 
 
 @pytest.mark.parametrize(

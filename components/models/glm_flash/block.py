@@ -46,11 +46,11 @@ class GlmFlashBlock(Module):
 
     def forward(self, streams: torch.Tensor, documents: Documents) -> torch.Tensor:
         """Residual streams (B, L, n, D) -> (B, L, n, D)."""
-        x, post, mix = self.attention_hc(streams)
+        x, streams, post, mix = self.attention_hc(streams)
         out = sublayer(lambda: self.attention(self.attention_norm(x), documents))
         made_of = self.keep_instead(streams, out, post, mix)
         streams = self.attention_hc.write(streams, out, post, mix)
-        x, post, mix = self.ffn_hc(streams, made_of)
+        x, streams, post, mix = self.ffn_hc(streams, made_of)
         ffn = self.moe if self.moe_enabled else self.feed_forward
         out = sublayer(lambda: ffn(self.ffn_norm(x)))
         return self.ffn_hc.write(streams, out, post, mix, made_of, unread())

@@ -39,8 +39,11 @@ class MixAffine(Module):
 
     def forward(self, z: torch.Tensor) -> torch.Tensor:
         """(..., n^2 + 2n) float32: pre (n), post (n) and the mixing matrix (n x n, row-major)."""
-        factor = torch.cat([s.expand(k) for s, k in zip(self.scale, self.sizes, strict=True)])
-        return z * factor + self.base
+        return z * self.factor() + self.base
+
+    def factor(self) -> torch.Tensor:
+        """(n^2 + 2n,): the scale of each logit."""
+        return torch.cat([s.expand(k) for s, k in zip(self.scale, self.sizes, strict=True)])
 
 
 class HyperConnection(Module):
@@ -76,7 +79,7 @@ class HyperConnection(Module):
 
     def forward(
         self, streams: torch.Tensor, made_of: MadeOf = ()
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Read the streams.
 
         Args:
@@ -84,8 +87,9 @@ class HyperConnection(Module):
             made_of: kept instead of the streams, by functions that know how (the trimmed ones).
 
         Returns:
-            The mixer's input (B, L, D) in the dtype of ``streams``; the weight ``post`` (B, L, n)
-            of its output per stream, and the mixing matrix (B, L, n incoming, n outgoing), float32.
+            The mixer's input (B, L, D) in the dtype of ``streams``; the streams to be given to
+            ``write``; the weight ``post`` (B, L, n) of the mixer's output per stream, and the
+            mixing matrix (B, L, n incoming, n outgoing), float32.
         """
         n = self.config.streams
         flat, kept = streams.reshape(-1, n * self.config.dim), (made_of,) if made_of else ()
@@ -96,7 +100,7 @@ class HyperConnection(Module):
         mix = self.sinkhorn(
             logits[..., 2 * n :].unflatten(-1, (n, n)), self.config.sinkhorn_iters, self.config.eps
         )
-        return self.read(streams, pre, *kept), post, mix
+        return self.read(streams, pre, *kept), streams, post, mix
 
     def write(
         self,
@@ -110,9 +114,8 @@ class HyperConnection(Module):
         """Mix the streams and add the mixer's output to each.
 
         Args:
-            streams: (B, L, n, D), as they were read.
+            streams, post, mix: from ``forward``.
             out: (B, L, D).
-            post, mix: from ``forward``.
             made_of: as given to ``forward``.
             unread: whether nobody reads the result; counts where ``made_of`` is given.
 

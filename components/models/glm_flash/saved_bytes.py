@@ -13,6 +13,8 @@ part               precision_trimming on                    off adds
 mHC site, reading  nDe + 4 (2m + 3n + 1); 4m once           e < 4: 4nD and 4mnD once; 4nD; 8s n^2 +
                                                             4 (2s - 1) n - 4m
 mHC site, writing  De + 4 (n + n^2)                         e < 4: n and n^2 in e instead of 4
+mHC site, kernels  nDe + 4 (m + 1) and De + 4 (n + n^2); 8m the same
+                   once
 RMS norm of w      we                                       we + 4; without a fused norm (4 - e)w
 KDA, reference     De + (3Q + 2d + H + 5Q) e, the gated     gated norm: 12Q + 4H (without fused
                    norm 2Qe; once per 1,024 tokens: 4Qd     norm 16Q + 4H) instead of 2Qe
@@ -35,13 +37,14 @@ Full recompute keeps nDe per layer. Every k layers keeps nDe per k layers, and (
 while one segment is differentiated.
 
 Against the plan that was made before there was code (the published model, bfloat16, all sites
-trimmed, fla, bytes per token): the plan counts a mixer's input De = 8,192 at the mHC site, and is
-restated here with it at the mixer.
+trimmed, fla, plain mHC where not said, bytes per token): the plan counts a mixer's input De = 8,192
+at the mHC site, and is restated here with it at the mixer.
 
 =========================== ======= ======= ==============================================
 part                        planned    here difference
 =========================== ======= ======= ==============================================
 mHC site with the norm of u  49,256  49,476 logits twice and sigmoids are kept: 324, not 104
+  with kernels               49,256  49,332 maps of the merge are kept: 180, not 104
 KDA                         190,080 189,824 the gated norm keeps no statistic of its heads
 DSA                         221,460  83,968 below
 dense                        81,920  81,920
@@ -90,6 +93,7 @@ class Form:
         sparse_mla: what computes sparse attention; all keep the same.
         fused_norm: whether torch has a fused RMS norm on the device, as on CUDA: it keeps its input
             in its own dtype.
+        fused_streams: whether kernels map, read and merge the streams.
     """
 
     itemsize: int
@@ -97,6 +101,7 @@ class Form:
     fla: bool = False
     sparse_mla: str = "torch"
     fused_norm: bool = False
+    fused_streams: bool = False
 
     @property
     def narrow(self) -> bool:
@@ -147,6 +152,8 @@ def _site(model: "GlmFlashModel", tokens: int, form: Form) -> int:
     n, e = model.hc_mult, form.itemsize
     m, width = n * n + 2 * n, n * model.dim
     shared = 4 + 4 * m + 12 * n
+    if form.fused_streams:
+        return tokens * (e * width + 4 * m + 4) + 8 * m
     if "hyper_connections" in form.trimmed:
         return tokens * (e * width + shared + 4 * m) + 4 * m
     turns = 2 * model.hc_sinkhorn_iters - 1
@@ -157,7 +164,8 @@ def _site(model: "GlmFlashModel", tokens: int, form: Form) -> int:
 
 def _write(model: "GlmFlashModel", tokens: int, form: Form) -> int:
     n = model.hc_mult
-    of_weights = 4 if "hyper_connections" in form.trimmed else form.itemsize
+    whole = form.fused_streams or "hyper_connections" in form.trimmed
+    of_weights = 4 if whole else form.itemsize
     return tokens * (model.dim * form.itemsize + (n + n * n) * of_weights)
 
 

@@ -9,6 +9,7 @@ from torchtitan.protocols.model_spec import ModelSpec
 from components.core.units import Bytes, Tokens
 from components.models.glm_flash import checks, working_set
 from components.models.glm_flash.fla_kernels import fla_kda, fla_short_conv
+from components.models.glm_flash.fused_connections import choose_connection_kernels
 from components.models.glm_flash.sparse_kernels import choose_sparse_kernels
 from components.models.glm_flash.spec import build_glm_flash_spec
 from components.models.position import NoPosition, Position
@@ -23,6 +24,7 @@ Mixer = Literal["kda", "dsa"]
 KdaKernel = Literal["auto", "fla", "reference"]
 SparseMlaKernel = Literal["auto", "tilelang", "torch", "dense"]
 IndexerKernel = Literal["auto", "triton", "torch"]
+HyperConnectionsKernel = Literal["auto", "triton", "torch"]
 
 
 def _published_layers() -> list[Mixer]:
@@ -178,6 +180,13 @@ class GlmFlashModel(ModelSettings):
     "torch": plain torch, any device, slow; "auto": "triton" where it runs, else "torch", and the
     log says which and why."""
 
+    hyper_connections_kernel: HyperConnectionsKernel = "torch"
+    """What maps, reads and merges the residual streams. "triton": this project's kernels, for GPUs
+    from sm_80 on and two or four streams, which keep what ``precision_trimming`` would and less;
+    "torch": plain torch, any device; "auto": "triton" where it runs, else "torch", and the log says
+    which and why. Not "auto" unless asked: the kernels compile for sm_90 and pass their tests in
+    Triton's interpreter, and have not been measured on a GPU."""
+
     sparse_mla_chunk: Bytes = 2**30
     """Memory of the queries whose attention "tilelang" or "dense" computes together. With
     "tilelang", 64 heads and kv_lora_rank 512, a GiB is 8,192 queries in forward and 4,096 in
@@ -195,9 +204,14 @@ class GlmFlashModel(ModelSettings):
 
     def choose_kernels(self, device: str, itemsize: int = 2) -> KernelChoice:
         """See ``ModelSettings.choose_kernels``."""
-        kda, sparse = self._choose_kda(device), choose_sparse_kernels(self, device, itemsize)
+        choices = (
+            self._choose_kda(device),
+            choose_sparse_kernels(self, device, itemsize),
+            choose_connection_kernels(self, device, itemsize),
+        )
         return KernelChoice(
-            overrides=kda.overrides + sparse.overrides, notes=kda.notes + sparse.notes
+            overrides=sum((choice.overrides for choice in choices), ()),
+            notes=sum((choice.notes for choice in choices), ()),
         )
 
     def _choose_kda(self, device: str) -> KernelChoice:

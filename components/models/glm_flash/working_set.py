@@ -10,6 +10,8 @@ temporary tensors per token while a part runs backward:
 
 * mHC, reading: the Sinkhorn iteration, 8s(n^2 + n). Off: four float32 copies of the streams, 16nD.
 * mHC, writing: De. Off: two products of the streams' size, 2nDe, more.
+* mHC in kernels: gradients of logits and maps, 4(2m + 2n + 1), and 16 partial sums of the weights'
+  gradient in float32, 64mnD in all.
 * All trimmed sites: 8 float32 tensors of one block of rows (``kernels.row_blocks``), at one time.
 * KDA: gradients of the core's inputs and of the convolutions' (9Qe) and of x. The reference holds
   1,024 tokens' matrices besides: 40 float32 numbers per token and channel and six states per 16
@@ -48,6 +50,7 @@ from typing import TYPE_CHECKING
 
 from components.core.sizes import FLOAT32, compute_itemsize, local_tokens
 from components.expert_dispatch.cut import cut_of
+from components.models.glm_flash.fused_connections import choose_hyper_connections
 from components.models.glm_flash.saved_bytes import (
     Form,
     boundary_bytes,
@@ -59,6 +62,7 @@ from components.models.glm_flash.saved_bytes import (
 )
 from components.models.glm_flash.sparse_kernels import choose_sparse_mla
 from kernels import row_blocks
+from kernels.backends.registry import REFERENCE
 from kernels.dsa import absorbed
 from kernels.kda.chunked import SEGMENT
 from kernels.kda.chunks import CHUNK
@@ -78,12 +82,16 @@ def form_of(model: "GlmFlashModel", recipe: "Recipe", device: str) -> Form:
     attention: str = model.sparse_mla_kernel
     if attention == "auto":
         attention = choose_sparse_mla(model, device, itemsize).backend
+    streams: str = model.hyper_connections_kernel
+    if streams == "auto":
+        streams = choose_hyper_connections(model, device, itemsize).backend
     return Form(
         itemsize=itemsize,
         sparse_mla=attention,
         trimmed=wanted,
         fla=model.kda_kernel == "fla" or (model.kda_kernel == "auto" and cuda),
         fused_norm=cuda,
+        fused_streams=streams != REFERENCE,
     )
 
 
@@ -199,8 +207,11 @@ class _Layer:
             return 0 if trimmed else 3 * FLOAT32 * tokens * self.model.dim
         n, dim = self.model.hc_mult, self.model.dim
         if part == "writes":
-            plain = 0 if "hyper_connections" in self.form.trimmed else 2 * n * dim
-            return tokens * (dim + plain) * self.form.itemsize
+            lean = self.form.fused_streams or "hyper_connections" in self.form.trimmed
+            return tokens * (dim + (0 if lean else 2 * n * dim)) * self.form.itemsize
+        if self.form.fused_streams:
+            m = n * n + 2 * n
+            return FLOAT32 * (tokens * (2 * m + 2 * n + 1) + 16 * m * n * dim)
         if "hyper_connections" in self.form.trimmed:
             return tokens * 2 * self.model.hc_sinkhorn_iters * FLOAT32 * (n * n + n)
         return tokens * 4 * FLOAT32 * n * dim
