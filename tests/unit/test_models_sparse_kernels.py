@@ -41,9 +41,9 @@ def able(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_auto_takes_the_kernels_where_they_run(able: None) -> None:
-    choice = tiny_glm(
-        kda_kernel="reference", hyper_connections_kernel="auto"
-    ).choose_kernels("cuda")
+    choice = tiny_glm(kda_kernel="reference", hyper_connections_kernel="auto").choose_kernels(
+        "cuda"
+    )
     names = [factory.__name__ for factory in choice.overrides]
     assert names == ["tilelang_sparse_mla", "triton_indexer", "triton_hyper_connections"]
     assert choice.notes[1:] == (
