@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torchtitan.models.common import FeedForward, RMSNorm
 from torchtitan.models.common.moe import MoE
 from torchtitan.protocols.module import Module
@@ -14,6 +15,25 @@ from components.models.glm_flash.mla import SparseMLA
 from components.recompute.tape import sublayer
 
 
+class Handover(Module):
+    """Gives a mixer's output back to the ranks that hold the tokens. No parameters.
+
+    Where tensor ranks compute some heads each, its sharding sums what they made; else it does
+    nothing.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Module.Config):
+        pass
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(B, L, D) -> (B, L or fewer, D)."""
+        return x
+
+
 class GlmFlashBlock(Module):
     """No layer knows which memory technique is on; techniques swap the configs below it."""
 
@@ -22,6 +42,7 @@ class GlmFlashBlock(Module):
         attention_hc: HyperConnection.Config
         attention_norm: RMSNorm.Config
         attention: KDA.Config | SparseMLA.Config
+        handover: Handover.Config
         ffn_hc: HyperConnection.Config
         ffn_norm: RMSNorm.Config
         feed_forward: FeedForward.Config | None = None
@@ -32,6 +53,7 @@ class GlmFlashBlock(Module):
         self.attention_hc = config.attention_hc.build()
         self.attention_norm = config.attention_norm.build()
         self.attention = config.attention.build()
+        self.handover = config.handover.build()
         self.ffn_hc = config.ffn_hc.build()
         self.ffn_norm = config.ffn_norm.build()
         # torchtitan's sharding and load balancing look for these names.
@@ -43,11 +65,23 @@ class GlmFlashBlock(Module):
             self.feed_forward = config.feed_forward.build()
 
     def forward(self, streams: torch.Tensor, documents: Documents) -> torch.Tensor:
-        """Residual streams (B, L, n, D) -> (B, L, n, D)."""
+        """Residual streams (B, L, n, D) -> (B, L, n, D).
+
+        Over tensor ranks L is this rank's part of a sequence, padding included.
+        """
         x, post, mix = self.attention_hc(streams)
-        out = sublayer(lambda: self.attention(self.attention_norm(x), documents))
+        out = sublayer(lambda: self._mix(x, documents))
         streams = self.attention_hc.write(streams, out, post, mix)
         x, post, mix = self.ffn_hc(streams)
         ffn = self.moe if self.moe_enabled else self.feed_forward
         out = sublayer(lambda: ffn(self.ffn_norm(x)))
         return self.ffn_hc.write(streams, out, post, mix)
+
+    def _mix(self, x: torch.Tensor, documents: Documents) -> torch.Tensor:
+        x = self.attention_norm(x)
+        padding = x.shape[0] * x.shape[1] - len(documents.position)
+        if not padding:
+            return self.handover(self.attention(x, documents))
+        # One row, a share of a batch: what follows its tokens belongs to no document.
+        out = self.attention(x[:, :-padding], documents)
+        return self.handover(F.pad(out, (0, 0, 0, padding)))
