@@ -10,6 +10,7 @@ from components.context_parallel.plan import SplitPlan
 from components.core.base import Target
 from components.core.problems import Problem, divisors, shown
 from components.models.glm_flash.settings import GlmFlashModel
+from components.models.glm_flash.tensor_parallel import part_of_rank
 
 if TYPE_CHECKING:
     from components.core.recipe import Recipe
@@ -50,7 +51,7 @@ def _methods(recipe: "Recipe", model: GlmFlashModel, degree: int) -> Iterator[Pr
         )
     elif settings.kda in ("hidden", "projections"):
         yield from _refused(
-            lambda: check_heads(model.kda_heads, degree),
+            lambda: check_heads(part_of_rank(model, recipe).kda_heads, degree),
             f"or {_PATH}.kda=state, which splits no heads",
         )
     tokens = recipe.training.local_batch_size * recipe.training.seq_len
@@ -83,7 +84,7 @@ def _neighbours(recipe: "Recipe", model: GlmFlashModel) -> Iterator[Problem]:
             "rank",
             f"use one of the two; {DEGREE}=1 and {_PATH}.enabled=false trains indexers",
         )
-    if components.indexer_sharding.enabled:
+    if components.indexer_sharding.enabled and parallel.tensor_parallel_degree == 1:
         yield Problem(
             "components.indexer_sharding.enabled",
             f"true beside {_PATH}, which gives every rank queries of its own: their scoring is "

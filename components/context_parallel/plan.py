@@ -7,6 +7,7 @@ from components.context_parallel.layout import Kind, Layout, cut_batch
 from components.context_parallel.volume import Volume, dsa_volume, kda_volume, usual_exchange
 from components.core.sizes import FLOAT32, compute_itemsize, mean_tokens
 from components.models.glm_flash.settings import GlmFlashModel
+from components.models.glm_flash.tensor_parallel import part_of_rank
 
 if TYPE_CHECKING:
     from components.core.recipe import Recipe
@@ -17,7 +18,7 @@ class SplitPlan:
     """How a GLM-5.3-Flash recipe is split over its context ranks.
 
     Attributes:
-        model: the recipe's.
+        model: the recipe's; of several tensor ranks, what one computes.
         ranks: C.
         kind: how a batch is cut.
         methods: of each mixer that the model has.
@@ -37,14 +38,15 @@ class SplitPlan:
         """``recipe`` is one of a GLM-5.3-Flash model."""
         model, settings = recipe.model, recipe.components.context_parallel
         assert isinstance(model, GlmFlashModel)
-        ranks = recipe.parallelism.context_parallel_degree
+        model, parallel = part_of_rank(model, recipe), recipe.parallelism
+        # A mixer is given the tokens of all tensor ranks.
+        ranks, tokens = parallel.context_parallel_degree, mean_tokens(recipe)
+        tokens *= parallel.tensor_parallel_degree
         asked = {"kda": usual_kda(model, ranks) if settings.kda == "auto" else settings.kda,
                  "dsa": settings.dsa}  # fmt: skip
         present = set[str](model.layer_types)
         methods = {name: how for name, how in asked.items() if name in present}
-        return SplitPlan(
-            model, ranks, settings.layout, methods, mean_tokens(recipe), compute_itemsize(recipe)
-        )
+        return SplitPlan(model, ranks, settings.layout, methods, tokens, compute_itemsize(recipe))
 
     def cut(self, lengths: tuple[int, ...]) -> Layout:
         """See ``cut_batch``."""

@@ -15,10 +15,14 @@ pytestmark = pytest.mark.distributed
 
 DEGREE = "parallelism.tensor_parallel_degree"
 EXPERTS = "parallelism.expert_parallel_degree=2"
+CONTEXT = ["components.context_parallel.enabled=true", "parallelism.context_parallel_degree=2"]
 # Ranks and settings. Ranks beyond the degrees read samples of their own.
 LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "tp2": (2, []),
     "tp2_ep2": (2, [EXPERTS]),
+    "tp2_indexer": (2, ["components.indexer_sharding.enabled=true"]),
+    "cp2_tp2": (4, [*CONTEXT]),
+    "cp2_tp2_ep2": (4, [*CONTEXT, EXPERTS, "components.indexer_sharding.enabled=true"]),
 }
 
 

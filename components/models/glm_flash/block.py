@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from torchtitan.distributed.spmd_types import spmd_mesh_size
 from torchtitan.models.common import FeedForward, RMSNorm
 from torchtitan.models.common.moe import MoE
 from torchtitan.protocols.module import Module
@@ -73,15 +74,22 @@ class GlmFlashBlock(Module):
         out = sublayer(lambda: self._mix(x, documents))
         streams = self.attention_hc.write(streams, out, post, mix)
         x, post, mix = self.ffn_hc(streams)
-        ffn = self.moe if self.moe_enabled else self.feed_forward
-        out = sublayer(lambda: ffn(self.ffn_norm(x)))
+        out = sublayer(lambda: self._feed_forward(x, documents))
         return self.ffn_hc.write(streams, out, post, mix)
 
     def _mix(self, x: torch.Tensor, documents: Documents) -> torch.Tensor:
-        x = self.attention_norm(x)
-        padding = x.shape[0] * x.shape[1] - len(documents.position)
+        x, padding = self.attention_norm(x), _padding(documents)
         if not padding:
             return self.handover(self.attention(x, documents))
-        # One row, a share of a batch: what follows its tokens belongs to no document.
+        # What follows the tokens belongs to no document.
         out = self.attention(x[:, :-padding], documents)
         return self.handover(F.pad(out, (0, 0, 0, padding)))
+
+    def _feed_forward(self, x: torch.Tensor, documents: Documents) -> torch.Tensor:
+        x = self.ffn_norm(x)
+        return self.moe(x, _padding(documents)) if self.moe_enabled else self.feed_forward(x)
+
+
+def _padding(documents: Documents) -> int:
+    """What ``GlmFlashDecoder`` has put behind the tokens of its only row."""
+    return -len(documents.position) % spmd_mesh_size("tp")
