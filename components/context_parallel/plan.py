@@ -40,8 +40,8 @@ class SplitPlan:
         assert isinstance(model, GlmFlashModel)
         model, parallel = part_of_rank(model, recipe), recipe.parallelism
         # A mixer is given the tokens of all tensor ranks.
-        ranks, tokens = parallel.context_parallel_degree, mean_tokens(recipe)
-        tokens *= parallel.tensor_parallel_degree
+        tokens = mean_tokens(recipe) * parallel.tensor_parallel_degree
+        ranks = parallel.context_parallel_degree
         asked = {"kda": usual_kda(model, ranks) if settings.kda == "auto" else settings.kda,
                  "dsa": settings.dsa}  # fmt: skip
         present = set[str](model.layer_types)

@@ -17,7 +17,7 @@ Gradients of replicated parameters are a share of each tensor rank; FSDP2 sums t
 from typing import TYPE_CHECKING
 
 import spmd_types as spmd
-from torchtitan.models.common import Linear, RMSNorm
+from torchtitan.models.common import FeedForward, Linear, RMSNorm
 from torchtitan.models.common.decoder_sharding import (
     dense_activation_placement,
     dense_param_placement,
@@ -96,6 +96,7 @@ def _set_layer(layer: "GlmFlashBlock.Config", expert_parallel: bool) -> None:
     layer.ffn_norm.sharding_config = norm_config(enable_sp=True)
     if layer.feed_forward is not None:
         set_dense_ffn_sharding(layer.feed_forward, attn_x_layout=split, enable_sp=True)
+        _sum_outside(layer.feed_forward)
     if layer.moe is not None:
         set_moe_sharding_config(
             layer.moe,
@@ -103,6 +104,16 @@ def _set_layer(layer: "GlmFlashBlock.Config", expert_parallel: bool) -> None:
             enable_sp=True,
             expert_param_layout=_EXPERT_LAYOUT,
         )
+        if layer.moe.shared_experts is not None:
+            _sum_outside(layer.moe.shared_experts)
+
+
+def _sum_outside(swiglu: FeedForward.Config) -> None:
+    """Sum over ranks what the whole SwiGLU returns, not its last product: that may be a piece of
+    the tokens, in another shape."""
+    swiglu.w2.sharding_config = _placed(("weight", "bias"), spmd.S(1))
+    swiglu.sharding_config.out_src_shardings = dense_activation_placement(tp=spmd.P)
+    swiglu.sharding_config.out_dst_shardings = dense_sequence_parallel_placement()
 
 
 def _parameters(config: Module.Config) -> tuple[str, ...]:

@@ -31,7 +31,7 @@ def part_of_rank(model: "GlmFlashModel", recipe: "Recipe") -> "GlmFlashModel":
         for name in ("kda_heads", "n_heads", "dense_hidden_dim")
     }
     if parallel.expert_parallel_degree == 1:
-        widths["expert_hidden_dim"] = model.expert_hidden_dim // degree
+        widths["expert_hidden_dim"] = max(model.expert_hidden_dim // degree, 1)
     return replace(model, **widths)
 
 
