@@ -50,9 +50,11 @@ def _methods(recipe: "Recipe", model: GlmFlashModel, degree: int) -> Iterator[Pr
             "use auto",
         )
     elif settings.kda in ("hidden", "projections"):
+        part, tensor = part_of_rank(model, recipe), recipe.parallelism.tensor_parallel_degree
         yield from _refused(
-            lambda: check_heads(part_of_rank(model, recipe).kda_heads, degree),
-            f"or {_PATH}.kda=state, which splits no heads",
+            lambda: check_heads(part.kda_heads, degree),
+            f"or {_PATH}.kda=state, which splits no heads"
+            + (f"; each of {tensor} tensor ranks has {part.kda_heads}" if tensor > 1 else ""),
         )
     tokens = recipe.training.local_batch_size * recipe.training.seq_len
     yield from _refused(lambda: SplitPlan.of(recipe).cut((tokens,)), "or a longer training.seq_len")

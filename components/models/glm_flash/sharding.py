@@ -69,15 +69,15 @@ _BY_HEAD = {
 def set_sharding(model: "GlmFlashDecoder.Config", *, expert_parallel: bool) -> None:
     """Give every config that holds parameters, or meets another layout, its placements.
 
-    Configs that have one already keep it.
+    Parts of mixers and of mHC that have some already keep them.
     """
     set_decoder_sharding_config(model, enable_sp=True)
     for layer in model.layers:
         _set_layer(layer, expert_parallel)
     for _, config, _, _ in model.traverse(Module.Config, recurse=True):
         names = _parameters(config)
-        if names and config.sharding_config is None:
-            config.sharding_config = _placed(names, spmd.R)
+        if names:
+            _give(config, _placed(names, spmd.R))
 
 
 def _set_layer(layer: "GlmFlashBlock.Config", expert_parallel: bool) -> None:
@@ -86,8 +86,8 @@ def _set_layer(layer: "GlmFlashBlock.Config", expert_parallel: bool) -> None:
         if isinstance(layer.attention, kind):
             for name in names:
                 config = getattr(layer.attention, name)
-                config.sharding_config = _placed(_parameters(config), spmd.S(0))
-    layer.attention.o_proj.sharding_config = _placed(("weight", "bias"), spmd.S(1))
+                _give(config, _placed(_parameters(config), spmd.S(0)))
+    _give(layer.attention.o_proj, _placed(("weight", "bias"), spmd.S(1)))
     layer.attention_norm.sharding_config = norm_config(enable_sp=True)
     layer.attention_norm.sharding_config.out_dst_shardings = whole
     layer.handover.sharding_config = ShardingConfig(
@@ -114,6 +114,11 @@ def _sum_outside(swiglu: FeedForward.Config) -> None:
     swiglu.w2.sharding_config = _placed(("weight", "bias"), spmd.S(1))
     swiglu.sharding_config.out_src_shardings = dense_activation_placement(tp=spmd.P)
     swiglu.sharding_config.out_dst_shardings = dense_sequence_parallel_placement()
+
+
+def _give(config: Module.Config, sharding: ShardingConfig) -> None:
+    if config.sharding_config is None:
+        config.sharding_config = sharding
 
 
 def _parameters(config: Module.Config) -> tuple[str, ...]:
