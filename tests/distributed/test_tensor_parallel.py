@@ -106,6 +106,8 @@ def split_run(folder: Path, layout: str) -> list[dict[str, Any]]:
 def test_tensor_ranks_train_as_one_rank(layout: str, single: Path) -> None:
     kept, settings = split_run(single, layout), LAYOUTS[layout][1]
     assert_as_one(single, layout, kept)
+    found, wanted = (metrics(single / name)[0] for name in (layout, "single"))
+    assert found["train/grad_norm"] == pytest.approx(wanted["train/grad_norm"], rel=1e-5)
     if CONTEXT[0] in settings:
         # Shares of odd lengths, which two tensor ranks hold with padding.
         assert any(each.tokens_of(0) % 2 for each in kept[0]["layouts"])
