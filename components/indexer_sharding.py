@@ -56,9 +56,8 @@ class IndexerSharding(Component):
         elif parallel.tensor_parallel_degree == 1:
             yield Problem(
                 f"{self.path}.enabled",
-                f"true has no effect: no two ranks hold the same queries where {_DEGREE} is 1, and "
-                "this model is not split over such ranks yet",
-                f"{self.path}.enabled=false",
+                f"true has no effect: no two ranks hold the same queries where {_DEGREE} is 1",
+                f"use a degree of 2 or more, or {self.path}.enabled=false",
             )
 
     def apply(self, plan: RunPlan) -> None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from components.core.base import Component, MemoryTerm, Target
 from components.core.problems import Problem, nearest_multiples
-from components.core.sizes import FLOAT32, local_tokens
+from components.core.sizes import FLOAT32, mixed_tokens
 from components.core.units import Tokens
 from components.models.glm_flash.block import GlmFlashBlock, rebuilding
 from components.models.glm_flash.chunked.overrides import (
@@ -16,13 +16,9 @@ from components.models.glm_flash.chunked.overrides import (
     chunked_shared_expert,
 )
 from components.models.glm_flash.settings import GlmFlashModel
+from components.models.glm_flash.tensor_parallel import part_of_rank
 from components.models.glm_flash.working_set import form_of
-from components.recompute.terms import (
-    kept_outputs,
-    kept_routed_outputs,
-    kept_sublayers,
-    output_bytes,
-)
+from components.recompute.terms import kept_chunked_bytes
 from components.titan.plan import RunPlan
 
 if TYPE_CHECKING:
@@ -100,7 +96,7 @@ class SublayerChunking(Component):
                 "use a glm_flash model, or leave it out",
             )
             return
-        tokens = local_tokens(recipe)
+        tokens = mixed_tokens(recipe)
         if self.config.chunk_tokens >= tokens:
             yield Problem(
                 f"{self.path}.chunk_tokens",
@@ -162,17 +158,13 @@ class SublayerChunking(Component):
         if not recompute.enabled:
             return []
         assert isinstance(model, GlmFlashModel)
-        tokens, wanted = local_tokens(recipe), self._wanted(_counts(model))
-        parts = sum(
-            kept_outputs(recipe, layer)
-            - kept_sublayers(recipe, layer)
-            - kept_routed_outputs(recipe, layer)
-            for layer in range(model.n_layers)
-        )
+        tokens, wanted = mixed_tokens(recipe), self._wanted(_counts(model))
+        outputs = sum(kept_chunked_bytes(recipe, layer) for layer in range(model.n_layers))
         cuts = (tokens - 1) // self.config.chunk_tokens
-        state = model.kda_heads * model.kda_head_dim**2 * FLOAT32
+        heads = part_of_rank(model, recipe).kda_heads
+        state = heads * model.kda_head_dim**2 * FLOAT32
         sizes = {
-            "outputs of chunked parts, kept for recomputed layers": (parts * output_bytes(recipe)),
+            "outputs of chunked parts, kept for recomputed layers": outputs,
             "states of KDA between chunks, kept for backward": wanted["kda"] * cuts * state,
         }
         return [MemoryTerm(name, size) for name, size in sizes.items() if size]

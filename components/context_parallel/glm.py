@@ -13,6 +13,7 @@ from components.context_parallel.volume import Volume, dsa_volume, kda_volume, u
 from components.core.problems import Problem
 from components.core.sizes import FLOAT32, compute_itemsize, mean_tokens
 from components.models.glm_flash.settings import GlmFlashModel
+from components.models.glm_flash.tensor_parallel import part_of_rank
 
 if TYPE_CHECKING:
     from components.core.recipe import Recipe
@@ -24,7 +25,7 @@ class GlmSplit(SplitPlan):
     """How a GLM-5.3-Flash recipe is split over its context ranks.
 
     Attributes:
-        model: the recipe's.
+        model: the recipe's; of several tensor ranks, what one computes.
     """
 
     model: GlmFlashModel
@@ -32,8 +33,8 @@ class GlmSplit(SplitPlan):
     @staticmethod
     def of(recipe: "Recipe", model: GlmFlashModel) -> "GlmSplit":
         """``model`` is the recipe's."""
-        settings = recipe.components.context_parallel
-        ranks = recipe.parallelism.context_parallel_degree
+        settings, parallel = recipe.components.context_parallel, recipe.parallelism
+        model, ranks = part_of_rank(model, recipe), parallel.context_parallel_degree
         asked = {"kda": usual_kda(model, ranks) if settings.kda == "auto" else settings.kda,
                  "dsa": settings.dsa}  # fmt: skip
         present = set[str](model.layer_types)
@@ -42,7 +43,8 @@ class GlmSplit(SplitPlan):
             kind=settings.layout,
             align=alignment(model),
             methods={name: how for name, how in asked.items() if name in present},
-            tokens=mean_tokens(recipe),
+            # A mixer is given the tokens of all tensor ranks.
+            tokens=mean_tokens(recipe) * parallel.tensor_parallel_degree,
             element_size=compute_itemsize(recipe),
             model=model,
         )
@@ -123,9 +125,12 @@ def check_glm(recipe: "Recipe", model: GlmFlashModel) -> Iterator[Problem]:
     if "kda" not in model.layer_types:
         yield from no_effect(settings, "kda", "auto", "model.layer_types has no kda")
     elif settings.kda in ("hidden", "projections"):
+        part, parallel = part_of_rank(model, recipe), recipe.parallelism
+        tensor = parallel.tensor_parallel_degree
         yield from refused(
-            lambda: check_heads(model.kda_heads, recipe.parallelism.context_parallel_degree),
-            f"or {PATH}.kda=state, which splits no heads",
+            lambda: check_heads(part.kda_heads, parallel.context_parallel_degree),
+            f"or {PATH}.kda=state, which splits no heads"
+            + (f"; each of {tensor} tensor ranks has {part.kda_heads}" if tensor > 1 else ""),
         )
     yield from _neighbours(recipe, model)
 
@@ -147,7 +152,8 @@ def _neighbours(recipe: "Recipe", model: GlmFlashModel) -> Iterator[Problem]:
             "rank",
             f"use one of the two; {DEGREE}=1 and {PATH}.enabled=false trains indexers",
         )
-    if components.indexer_sharding.enabled:
+    tensor = recipe.parallelism.tensor_parallel_degree
+    if components.indexer_sharding.enabled and tensor == 1:
         yield Problem(
             "components.indexer_sharding.enabled",
             f"true beside {PATH}, which gives every rank queries of its own: their scoring is "

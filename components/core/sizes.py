@@ -13,16 +13,27 @@ FLOAT32 = 4
 
 def mean_tokens(recipe: "Recipe") -> int:
     """Tokens of one forward pass on one rank, on average."""
-    parallel, training = recipe.parallelism, recipe.training
-    split = parallel.context_parallel_degree * parallel.tensor_parallel_degree
-    return training.local_batch_size * training.seq_len // split
+    return _tokens_of_tensor_ranks(recipe) // recipe.parallelism.tensor_parallel_degree
+
+
+def mixed_tokens(recipe: "Recipe") -> int:
+    """Tokens that a mixer of one rank is given in a forward pass: those of all tensor ranks; where
+    the most are, if they differ."""
+    context = recipe.components.context_parallel
+    uneven = context.most_above_mean(recipe.model) if context.enabled else 0
+    return _tokens_of_tensor_ranks(recipe) + uneven
 
 
 def local_tokens(recipe: "Recipe") -> int:
     """Tokens of one forward pass on one rank; on the one with the most, where they differ."""
-    context = recipe.components.context_parallel
-    uneven = context.most_above_mean(recipe.model) if context.enabled else 0
-    return mean_tokens(recipe) + uneven
+    return -(-mixed_tokens(recipe) // recipe.parallelism.tensor_parallel_degree)
+
+
+def _tokens_of_tensor_ranks(recipe: "Recipe") -> int:
+    training = recipe.training
+    return (
+        training.local_batch_size * training.seq_len // recipe.parallelism.context_parallel_degree
+    )
 
 
 def compute_itemsize(recipe: "Recipe") -> int:

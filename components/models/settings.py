@@ -60,8 +60,14 @@ class ModelSettings(ABC):
             ValueError: ``check`` found problems; the message lists all of them.
         """
 
+    def on_one_rank(self, recipe: "Recipe") -> "ModelSettings":
+        """This model with the widths that one of several tensor ranks computes, where kernels ask
+        for them."""
+        return self
+
     def choose_kernels(self, device: str, itemsize: int = 2) -> KernelChoice:
-        """Decide what computes the parts of this model that have several implementations.
+        """Decide what computes the parts of this model that have several implementations. Ask it of
+        ``on_one_rank``.
 
         Args:
             device: "cpu" or "cuda".

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from components.core.sizes import hidden_state
 from components.offload.arena import aligned
-from components.recompute.terms import kept_outputs, output_bytes
+from components.recompute.terms import kept_outputs
 
 if TYPE_CHECKING:
     from components.core.recipe import Recipe
@@ -41,8 +41,7 @@ def units_of(recipe: "Recipe") -> list[Unit]:
     units = []
     for start in range(0, layers, every):
         members = range(start, min(start + every, layers))
-        outputs = sum(kept_outputs(recipe, layer) for layer in members)
-        held = (output_bytes(recipe),) * outputs
+        held = tuple(size for layer in members for size in kept_outputs(recipe, layer))
         units.append(Unit(hidden_state(recipe), held, members))
     return units
 

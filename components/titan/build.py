@@ -81,7 +81,7 @@ def prepare(recipe: Recipe, run_dir: Path, device: str, world_size: int) -> Run:
     """
     # Components may edit what they are given; the recipe on record must stay what the user wrote.
     recipe = copy.deepcopy(recipe)
-    kernels = recipe.model.choose_kernels(device, compute_itemsize(recipe))
+    kernels = recipe.model.on_one_rank(recipe).choose_kernels(device, compute_itemsize(recipe))
     config = _stock_config(recipe, run_dir)
     plan = RunPlan(recipe, config, device, world_size)
     for factory in kernels.overrides:

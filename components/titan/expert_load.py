@@ -23,7 +23,7 @@ class ExpertLoad:
         self._names: list[str] = []
         self._passes: list[float] = []
         self._calls: list[_Calls] = []
-        self._group: dist.ProcessGroup | None = None
+        self._groups: list[dist.ProcessGroup] = []
 
     def attach(self, optimizers: Any, model_parts: list[nn.Module], parallel_dims: Any) -> None:
         """Start observing; a no-op for models without experts."""
@@ -38,8 +38,10 @@ class ExpertLoad:
         layers = list(named.values())
         self._names = [clean_name(name) for name in named]
         self._calls = [_Calls(layer) for layer in layers]
-        mesh = parallel_dims.get_optional_mesh("loss")
-        self._group = mesh.get_group() if mesh is not None else None
+        # Tensor ranks route the same tokens, unless experts are spread over them.
+        names = ["loss", "tp"] if parallel_dims.ep_enabled else ["loss"]
+        meshes = [parallel_dims.get_optional_mesh(name) for name in names]
+        self._groups = [mesh.get_group() for mesh in meshes if mesh is not None]
 
         unbalanced = [x for x in layers if getattr(x, "load_balance_coeff", None) is None]
 
@@ -58,8 +60,8 @@ class ExpertLoad:
         if self._counts is None:
             return {}
         counts = self._counts.clone()
-        if self._group is not None:
-            dist.all_reduce(counts, group=self._group)
+        for group in self._groups:
+            dist.all_reduce(counts, group=group)
         passes = torch.tensor(self._passes, device=counts.device).unsqueeze(1)
         return dict(zip(self._names, (counts / passes).round().long().tolist(), strict=True))
 

@@ -2,10 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
+import torch.nn as nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor, wait_tensor
+from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.spmd_types import current_spmd_mesh, maybe_set_sparse_mesh
 from torchtitan.models.common.moe import MoE, TokenChoiceTopKRouter
 from torchtitan.models.common.token_dispatcher import (
@@ -80,7 +82,10 @@ class RoundedDispatcher(SummingDispatcher):
 
 
 class BiasedMoE(MoE):
-    """torchtitan's layer whose selection bias exists, and is saved, also when it is frozen."""
+    """torchtitan's layer whose selection bias exists, and is saved, also when it is frozen.
+
+    It also knows of padding: rows that stand for no token are routed, and not counted.
+    """
 
     @dataclass(kw_only=True, slots=True)
     class Config(MoE.Config):
@@ -91,6 +96,33 @@ class BiasedMoE(MoE):
         if self.expert_bias_E is None:
             del self.expert_bias_E
             self.register_buffer("expert_bias_E", torch.zeros(config.num_experts))
+        self._padding = 0
+        self._part: tuple[int, int] | None = None
+        self.router.register_forward_hook(self._uncount)
+
+    def parallelize(self, parallel_dims: ParallelDims) -> None:
+        """See torchtitan's ``Module``."""
+        super().parallelize(parallel_dims)
+        mesh = parallel_dims.get_optional_mesh("tp")
+        # Experts' ranks are given the tokens that they hold; slices of experts all tokens.
+        if mesh is not None and parallel_dims.ep_enabled:
+            self._part = mesh.get_local_rank(), mesh.size()
+
+    def forward(self, x_BLD: torch.Tensor, padding: int = 0) -> torch.Tensor:
+        """(B, L, D) -> (B, L, D); the last ``padding`` tokens of all tensor ranks are none."""
+        self._padding = padding
+        return super().forward(x_BLD)
+
+    @torch.no_grad()
+    def _uncount(self, router: nn.Module, args: Any, outputs: tuple[torch.Tensor, ...]) -> None:
+        if not self.training or not self._padding:
+            return
+        ids = outputs[1]
+        rank, ranks = self._part or (0, 1)
+        held = ids.shape[1]
+        tokens = min(max((ranks - rank) * held - self._padding, 0), held)
+        padded = ids[:, tokens:].flatten()
+        self.tokens_per_expert_E.sub_(padded.bincount(minlength=len(self.tokens_per_expert_E)))
 
     def _init_self_buffers(self, *, buffer_device: torch.device | None = None) -> None:
         super()._init_self_buffers(buffer_device=buffer_device)

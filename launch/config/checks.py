@@ -311,7 +311,7 @@ def _host_memory(recipe: Recipe, target: Target) -> Iterator[Problem]:
 def _device_rules(recipe: Recipe, device: str) -> list[Problem]:
     problems = []
     try:
-        recipe.model.choose_kernels(device, compute_itemsize(recipe))
+        recipe.model.on_one_rank(recipe).choose_kernels(device, compute_itemsize(recipe))
     except ValueError as error:
         problems.append(_from_sentence(str(error)))
     if device == "cpu" and recipe.training.enable_cpu_offload:

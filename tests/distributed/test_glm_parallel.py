@@ -24,6 +24,10 @@ GLOBAL_BATCH = 8
 LAYOUTS = {
     "fsdp2": ["parallelism.expert_parallel_degree=1"],
     "fsdp2_ep2": ["parallelism.expert_parallel_degree=2"],
+    "tensor2": [
+        "parallelism.tensor_parallel_degree=2",
+        "components.indexer_sharding.enabled=true",
+    ],
     "fsdp2_ep2_recompute": [
         "parallelism.expert_parallel_degree=2",
         "components.full_recompute.enabled=true",

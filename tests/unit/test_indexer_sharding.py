@@ -80,8 +80,7 @@ def problems(tmp_path: Path, *overrides: str) -> list[str]:
 def test_a_run_without_ranks_that_share_queries_is_told_so(tmp_path: Path) -> None:
     assert problems(tmp_path) == [
         "components.indexer_sharding.enabled: true has no effect: no two ranks hold the same "
-        "queries where parallelism.tensor_parallel_degree is 1, and this model is not split over "
-        "such ranks yet"
+        "queries where parallelism.tensor_parallel_degree is 1"
     ]
     assert problems(tmp_path, "parallelism.tensor_parallel_degree=2") == []
     assert problems(tmp_path, "parallelism.context_parallel_degree=2")

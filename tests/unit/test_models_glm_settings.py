@@ -231,25 +231,6 @@ def test_expert_and_data_parallelism_fit_this_model() -> None:
     assert found_in_run(tiny_glm(), compile=loss_only) == []
 
 
-@pytest.mark.parametrize(
-    ("degree", "reason"),
-    [
-        (2, ": "),
-        (3, " does not divide model.kda_heads = 64 and model.n_heads = 64 (nearest that do: "
-            "2 or 4), and "),
-        (128, " does not divide model.kda_heads = 64 and model.n_heads = 64 (nearest that do: "
-            "64), and "),
-    ],
-)  # fmt: skip
-def test_tensor_ranks_are_refused_with_the_degrees_that_heads_divide_by(
-    degree: int, reason: str
-) -> None:
-    assert found_in_run(GlmFlashModel(), tensor_parallel_degree=degree) == [
-        f"parallelism.tensor_parallel_degree: {degree}{reason}this model is not split over tensor "
-        "ranks yet; use 1"
-    ]
-
-
 PLAIN: dict[str, Any] = {
     "kda_kernel": "reference", "sparse_mla_kernel": "torch", "indexer_kernel": "torch",
     "hyper_connections_kernel": "torch",

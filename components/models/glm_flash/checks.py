@@ -1,11 +1,11 @@
 """What is wrong with a ``GlmFlashModel``, by itself and within its recipe."""
 
-import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from components.core.problems import divisors, nearest_multiples, shown
 from components.core.sizes import FLOAT32
+from components.models.glm_flash.tensor_parallel import check_tensor_parallel
 from components.models.ranges import below, not_positive, uneven_expert_widths
 from components.models.settings import Finding
 
@@ -61,9 +61,7 @@ def _positions(model: "GlmFlashModel") -> Iterator[Finding]:
 def check_run(model: "GlmFlashModel", recipe: "Recipe") -> list[Finding]:
     """List every problem between the model and the rest of its recipe."""
     parallel = recipe.parallelism
-    found = []
-    if parallel.tensor_parallel_degree > 1:
-        found.append(_tensor_parallel(model, parallel.tensor_parallel_degree))
+    found = check_tensor_parallel(model, recipe)
     if parallel.context_parallel_degree > 1 and not recipe.components.context_parallel.enabled:
         message = (
             f"{parallel.context_parallel_degree}: torchtitan's own context parallelism knows none "
@@ -86,20 +84,6 @@ def check_run(model: "GlmFlashModel", recipe: "Recipe") -> list[Finding]:
         )
         found.append(("compile.components", message))
     return found
-
-
-def _tensor_parallel(model: "GlmFlashModel", degree: int) -> Finding:
-    uneven = [
-        f"model.{name} = {getattr(model, name)}"
-        for name in ("kda_heads", "n_heads")
-        if getattr(model, name) % degree
-    ]
-    reason = ": "
-    if uneven:
-        near = _nearest_divisors(degree, math.gcd(model.kda_heads, model.n_heads))
-        reason = f" does not divide {' and '.join(uneven)} (nearest that do: {near}), and "
-    message = f"{degree}{reason}this model is not split over tensor ranks yet; use 1"
-    return "parallelism.tensor_parallel_degree", message
 
 
 def _ranges(model: "GlmFlashModel") -> Iterator[Finding]:

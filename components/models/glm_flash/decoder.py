@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
+from torchtitan.distributed.spmd_types import spmd_mesh_size
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.token_dispatcher import update_ep_token_dispatcher_config
 from torchtitan.protocols.module import Module
@@ -82,11 +84,16 @@ class GlmFlashDecoder(Decoder):
             if positions is None:
                 positions = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
             documents = Documents.from_positions(positions)
-        embedded = self.tok_embeddings(tokens)
+        # Tensor ranks hold equal parts of a row; shares of a batch have any length.
+        padding = -tokens.shape[1] % spmd_mesh_size("tp")
+        embedded = self.tok_embeddings(F.pad(tokens, (0, padding)))
         streams = embedded.unsqueeze(2).expand(-1, -1, self.streams, -1).contiguous()
         for layer in self.layers.values():
             streams = layer(streams, documents)
         hidden = self.norm(streams.mean(2))
+        if padding:
+            # A copy: FSDP2 hooks what a model returns, and warns of views.
+            hidden = hidden[:, :-padding].clone()
         return project_to_vocabulary(self, hidden)
 
     def freeze(self) -> None:

@@ -1,4 +1,4 @@
-"""Apply expert parallelism, activation checkpointing and FSDP2 to the model."""
+"""Apply tensor and expert parallelism, activation checkpointing and FSDP2 to the model."""
 
 import torch
 import torch.nn as nn

@@ -12,6 +12,7 @@ from components.models.glm_flash.fla_kernels import fla_kda, fla_short_conv
 from components.models.glm_flash.fused_connections import choose_connection_kernels
 from components.models.glm_flash.sparse_kernels import choose_sparse_kernels
 from components.models.glm_flash.spec import build_glm_flash_spec
+from components.models.glm_flash.tensor_parallel import part_of_rank
 from components.models.position import NoPosition, Position
 from components.models.settings import Finding, KernelChoice, ModelSettings
 from kernels.kda.fla import check_width
@@ -201,6 +202,10 @@ class GlmFlashModel(ModelSettings):
         """See ``ModelSettings.build_spec``."""
         self.refuse_problems()
         return build_glm_flash_spec(self)
+
+    def on_one_rank(self, recipe: "Recipe") -> "GlmFlashModel":
+        """See ``ModelSettings.on_one_rank``."""
+        return part_of_rank(self, recipe)
 
     def choose_kernels(self, device: str, itemsize: int = 2) -> KernelChoice:
         """See ``ModelSettings.choose_kernels``."""

@@ -12,7 +12,7 @@ from torchtitan.models.common.moe import RoutedExperts
 from torchtitan.models.common.nn_modules import LayerNorm
 from torchtitan.protocols.model_spec import ModelSpec
 
-from components.models.glm_flash.block import GlmFlashBlock
+from components.models.glm_flash.block import GlmFlashBlock, Handover
 from components.models.glm_flash.decoder import GlmFlashDecoder
 from components.models.glm_flash.experts import (
     ClampedFeedForward,
@@ -80,6 +80,7 @@ def _layer(model: "GlmFlashModel", index: int) -> GlmFlashBlock.Config:
         attention_hc=_site(model),
         attention_norm=_norm(model, model.dim),
         attention=_kda(model) if model.layer_types[index] == "kda" else _mla(model),
+        handover=Handover.Config(),
         ffn_hc=_site(model),
         ffn_norm=_norm(model, model.dim),
         feed_forward=_swiglu(model, model.dense_hidden_dim) if dense else None,

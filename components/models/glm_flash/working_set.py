@@ -34,6 +34,9 @@ Not included: gradients of parameters, gathered parameters and what exchanges be
 all of which depend on the sharding; with expert parallelism ranks are taken to get as many rows as
 they send; the loss that ``components.indexer_training`` adds, which has a term of its own.
 
+Of several tensor ranks one holds its part of the tokens in mHC, norms and, with expert parallelism,
+routed experts; mixers and SwiGLUs are narrower (``part_of_rank``) and run for all tokens.
+
 A part that ``components.sublayer_chunking`` cuts keeps its input and, per piece, a state (KDA) or
 pool numbers (DSA); what it would keep and need besides is that of one piece. Under
 ``components.layer_recompute`` its output, states and pools are counted there as well. Routed
@@ -48,7 +51,7 @@ With ``sublayer_chunking.streams`` those between mixer and feed-forward part, nD
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
-from components.core.sizes import FLOAT32, compute_itemsize, local_tokens
+from components.core.sizes import FLOAT32, compute_itemsize, local_tokens, mixed_tokens
 from components.expert_dispatch.cut import cut_of
 from components.models.glm_flash.fused_connections import choose_hyper_connections
 from components.models.glm_flash.saved_bytes import (
@@ -61,6 +64,7 @@ from components.models.glm_flash.saved_bytes import (
     shared_bytes,
 )
 from components.models.glm_flash.sparse_kernels import choose_sparse_mla
+from components.models.glm_flash.tensor_parallel import part_of_rank
 from kernels import row_blocks
 from kernels.backends.registry import REFERENCE
 from kernels.dsa import absorbed
@@ -107,10 +111,24 @@ def working_sets(model: "GlmFlashModel", recipe: "Recipe", device: str) -> list[
 
 
 class _Layer:
-    def __init__(self, model: "GlmFlashModel", index: int, recipe: "Recipe", device: str) -> None:
+    """Of several tensor ranks: ``model`` and ``tokens`` as the residual streams see them."""
+
+    def __init__(
+        self,
+        model: "GlmFlashModel",
+        index: int,
+        recipe: "Recipe",
+        device: str,
+        tokens: int | None = None,
+    ) -> None:
         self.model, self.index = model, index
         self.form = form_of(model, recipe, device)
-        self.tokens = local_tokens(recipe)
+        self.tokens = tokens or local_tokens(recipe)
+        self.mixing = self
+        if tokens is None and recipe.parallelism.tensor_parallel_degree > 1:
+            part, mixed = part_of_rank(model, recipe), mixed_tokens(recipe)
+            self.mixing = _Layer(part, index, recipe, device, mixed)
+        self.spread = recipe.parallelism.expert_parallel_degree > 1
         self.kda = model.layer_types[index] == "kda"
         self.dense = is_dense(model, index)
         chunking = recipe.components.sublayer_chunking
@@ -135,7 +153,8 @@ class _Layer:
         for part, size in parts.items():
             kept += size
             gradients = 2 if part.endswith("_hc") else 1
-            most = max(most, kept + self._needed(part) + gradients * boundary)
+            needed = self._seeing(part)._needed(part) + 2 * self._gathered(part)
+            most = max(most, kept + needed + gradients * boundary)
             if part in ("attention", "feed_forward", "moe"):
                 kept += writing
                 most = max(most, kept + self._temporary("writes", self.tokens) + 2 * boundary)
@@ -145,15 +164,31 @@ class _Layer:
 
     def _parts(self) -> dict[str, int]:
         """What each part keeps, first to last."""
-        parts = {
-            part: self._kept_when_cut(part) if self._is_cut(part) else size
-            for part, size in saved_bytes(self.model, self.index, self.tokens, self.form).items()
-        }
-        if self.rebuilt:
-            parts["ffn_hc"] -= boundary_bytes(self.model, self.tokens, self.form)
-        if self.cut_shared and "moe" in parts:
-            parts["moe"] -= shared_bytes(self.model, self.tokens, self.form)
-        return parts
+        names = saved_bytes(self.model, self.index, self.tokens, self.form)
+        return {name: self._seeing(name)._kept(name) + self._gathered(name) for name in names}
+
+    def _kept(self, part: str) -> int:
+        if self._is_cut(part):
+            size = self._kept_when_cut(part)
+        else:
+            size = saved_bytes(self.model, self.index, self.tokens, self.form)[part]
+        if self.rebuilt and part == "ffn_hc":
+            size -= boundary_bytes(self.model, self.tokens, self.form)
+        if self.cut_shared and part == "moe":
+            size -= shared_bytes(self.model, self.tokens, self.form)
+        return size
+
+    def _seeing(self, part: str) -> "_Layer":
+        """The layer as a part sees it."""
+        mixing = part in ("attention", "feed_forward") or (part == "moe" and not self.spread)
+        return self.mixing if mixing else self
+
+    def _gathered(self, part: str) -> int:
+        """Tokens of all tensor ranks, for a shared expert whose inner width they divide."""
+        shared = part == "moe" and self.spread and self.model.n_shared_experts
+        if not shared or self.mixing is self:
+            return 0
+        return self.mixing.tokens * self.model.dim * self.form.itemsize
 
     def _needed(self, part: str) -> int:
         """Temporary tensors of a part; of one that is cut, with what a piece keeps."""
