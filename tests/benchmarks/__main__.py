@@ -14,6 +14,7 @@ from pathlib import Path
 from components.titan.device import resolve_device
 from tests.benchmarks import cases, report
 from tests.benchmarks.case import Case
+from tests.benchmarks.fetched import Fetched
 from tests.benchmarks.harness import GateError, Options, Report, run_case
 from tests.benchmarks.machine import survey
 from tests.benchmarks.probes import Device, make_probe
@@ -47,6 +48,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--repeats", type=int, default=10, help="timed rounds (default: 10)")
     parser.add_argument("--warmup", type=int, default=2, help="untimed rounds (default: 2)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the inputs (default: 0)")
+    parser.add_argument("--peers", type=Path, help="folder of fetched kernels of others")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the result files")
     return parser
 
@@ -66,11 +68,14 @@ def _bench(options: argparse.Namespace, command: str) -> int:
     for flag, least in (("repeats", 1), ("warmup", 0)):
         if getattr(options, flag) < least:
             raise UsageError(f"--{flag}: {getattr(options, flag)} is too few, at least {least}")
+    if options.peers is not None and not options.peers.is_dir():
+        raise UsageError(f"--peers: {str(options.peers)!r} is not a folder (see README.md)")
     probe = make_probe(device)
     print(f"measuring the ceilings of the {device}", file=sys.stderr, flush=True)
     machine = survey(probe)
     settings = Options(warmup=options.warmup, repeats=options.repeats, seed=options.seed)
-    measured = run_case(case, size_name, probe, machine, settings)
+    fetched = Fetched(folder=options.peers)
+    measured = run_case(case, size_name, probe, machine, settings, peers=fetched)
     paths = report.write(measured, options.out, command, datetime.now(UTC))
     print(report.to_text(measured))
     print("\nwritten: " + ", ".join(str(path) for path in paths))

@@ -52,18 +52,25 @@ class Variant:
         name: unique within the case.
         role: "ours" is what the project ships or configures; "peer" is what it is compared with.
         build: inputs, device -> Runnable. Third-party imports belong in here, so that importing a
-            case needs neither a GPU nor the peer.
+            case needs neither a GPU nor the peer. With ``files``, a third argument: ``Fetched``.
         requires: top-level packages; when one is missing the variant is recorded as not installed.
+        files: of the folder given by ``--peers``; when one is missing, not installed.
         devices: where it can run.
         dtypes: input dtypes it takes; None for any.
+        unfit: size -> why it is not run at that size; an empty string where it is.
+        check: inputs, outputs of the call -> errors by name, judged as all others; for one that
+            computes something else than the case's outputs, which it is then not compared with.
     """
 
     name: str
     role: Role
-    build: Callable[[Any, Device], Runnable]
+    build: Callable[..., Runnable]
     requires: tuple[str, ...] = ()
+    files: tuple[str, ...] = ()
     devices: tuple[Device, ...] = BOTH
     dtypes: tuple[str, ...] | None = None
+    unfit: Callable[[Size], str] | None = None
+    check: Callable[[Any, Outputs], Mapping[str, float]] | None = None
 
 
 @dataclass(kw_only=True, slots=True)

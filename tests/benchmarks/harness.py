@@ -24,6 +24,7 @@ from typing import Any, Literal, TypeVar
 import torch
 
 from tests.benchmarks.case import Case, Outputs, Runnable, Size, Variant
+from tests.benchmarks.fetched import Fetched
 from tests.benchmarks.machine import Ceilings, Floor, Machine, better_of, measure_ceilings
 from tests.benchmarks.probes import Memory, Probe
 
@@ -42,6 +43,16 @@ class Options:
     warmup: int = 2
     repeats: int = 10
     seed: int = 0
+
+
+def compare(outputs: Outputs, reference: Outputs) -> dict[str, float]:
+    """``relative_error`` by name; inf where an output is missing or not wanted."""
+    return {
+        name: relative_error(outputs[name], reference[name])
+        if name in reference and name in outputs
+        else float("inf")
+        for name in reference.keys() | outputs.keys()
+    }
 
 
 @dataclass(kw_only=True, slots=True)
@@ -101,8 +112,9 @@ class Report:
 
     @property
     def best_peer(self) -> Result | None:
-        """The peer with the lowest median; None if no peer was timed."""
-        timed = [r for r in self.results if r.variant.role == "peer" and r.timing is not None]
+        """The fastest peer, by its median, that computes the case's outputs; None if none was timed."""
+        peers = [r for r in self.results if r.variant.role == "peer" and r.variant.check is None]
+        timed = [r for r in peers if r.timing is not None]
         return min(timed, key=lambda r: statistics.median(r.times_ms), default=None)
 
 
@@ -134,6 +146,7 @@ def run_case(
     machine: Machine,
     options: Options,
     remeasure: Callable[[Probe], Ceilings] = measure_ceilings,
+    peers: Fetched = Fetched(),  # noqa: B008 - frozen
 ) -> Report:
     """Gate, measure and time every variant of ``case``.
 
@@ -144,6 +157,7 @@ def run_case(
         machine: surveyed just before.
         options: how much to measure.
         remeasure: called once at the end, for the ceilings after the run.
+        peers: where kernels of others were fetched to.
 
     Raises:
         GateError: a variant of ours disagrees with the reference (nothing is timed).
@@ -151,7 +165,7 @@ def run_case(
     size = case.sizes[size_name]
     case.floor(size, machine)  # refuses an impossible size before anything is measured
     results = [Result(variant=variant) for variant in case.variants]
-    run = _Run(case=case, size=size, probe=probe, options=options, results=results)
+    run = _Run(case=case, size=size, probe=probe, options=options, results=results, peers=peers)
     run.check_availability()
     run.gate()
     run.measure()
@@ -177,6 +191,7 @@ class _Run:
     probe: Probe
     options: Options
     results: list[Result]
+    peers: Fetched
 
     @property
     def alive(self) -> list[Result]:
@@ -184,16 +199,23 @@ class _Run:
 
     def check_availability(self) -> None:
         for result in self.results:
-            variant, device = result.variant, self.probe.device
-            missing = [name for name in variant.requires if importlib.util.find_spec(name) is None]
-            if missing:
-                result.status, result.reason = "not installed", f"needs {', '.join(missing)}"
-            elif device not in variant.devices:
-                result.status = "not supported"
-                result.reason = f"needs {' or '.join(variant.devices)}, this run is on {device}"
-            elif variant.dtypes is not None and self.size.dtype not in variant.dtypes:
-                result.status = "not supported"
-                result.reason = f"takes {' or '.join(variant.dtypes)}, not {self.size.dtype}"
+            result.status, result.reason = self._availability(result.variant)
+
+    def _availability(self, variant: Variant) -> tuple[Status, str]:
+        missing = [name for name in variant.requires if importlib.util.find_spec(name) is None]
+        if missing:
+            return "not installed", f"needs {', '.join(missing)}"
+        if files := self.peers.missing(variant.files):
+            return "not installed", f"needs {', '.join(files)} in the folder given by --peers"
+        if self.probe.device not in variant.devices:
+            needs = " or ".join(variant.devices)
+            return "not supported", f"needs {needs}, this run is on {self.probe.device}"
+        if variant.dtypes is not None and self.size.dtype not in variant.dtypes:
+            takes = " or ".join(variant.dtypes)
+            return "not supported", f"takes {takes}, not {self.size.dtype}"
+        if variant.unfit is not None and (reason := variant.unfit(self.size)):
+            return "not supported", reason
+        return "ok", ""
 
     def gate(self) -> None:
         inputs = self._inputs(self.options.seed + 1, "gate")
@@ -217,11 +239,9 @@ class _Run:
             if self.probe.device == "cuda":
                 torch.cuda.synchronize()
             result.first_call_ms = (time.perf_counter() - start) * 1e3
-            for name in reference.keys() | outputs.keys():
-                both = name in reference and name in outputs
-                result.errors[name] = (
-                    relative_error(outputs[name], reference[name]) if both else float("inf")
-                )
+            check = result.variant.check
+            errors = compare(outputs, reference) if check is None else check(inputs, outputs)
+            result.errors.update(errors)
 
     def _judge(self, result: Result, tolerance: Mapping[str, float]) -> None:
         # An output without a tolerance has to be exact; one that is missing or not wanted is inf.
@@ -281,7 +301,8 @@ class _Run:
             _close(runnable)
 
     def _build(self, result: Result, inputs: Any) -> Runnable:
-        return result.variant.build(inputs, self.probe.device)
+        fetched = (self.peers,) if result.variant.files else ()
+        return result.variant.build(inputs, self.probe.device, *fetched)
 
     def _attempt(self, result: Result, stage: str, work: Callable[[], T]) -> T | None:
         """Run one step of one variant; its failure is a finding about it, not about the run."""

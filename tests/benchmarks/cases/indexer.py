@@ -7,74 +7,20 @@ The figures are those of the Q queries, not scaled up.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
 from kernels.dsa import select as plain
-from kernels.dsa.pooling import Pools, find_pools
+from kernels.dsa.pooling import Pools
 from kernels.indexer import op
 from kernels.precision import mm_accumulate
-from tests.benchmarks.case import Case, Outputs, Runnable, Size, Stage, Variant
+from tests.benchmarks import indexer_peers as peers
+from tests.benchmarks.case import Case, Outputs, Runnable, Size, Variant
+from tests.benchmarks.indexer_inputs import POOL, SCALE, Inputs, make_inputs, runs
 from tests.benchmarks.machine import Floor, Machine, roofline
 from tests.benchmarks.probes import Device
 
-POOL = 4
-PARTS = 16
-SCALE = 0.125
-_GATE_QUERIES = 2048
 _PEER_BYTES = 2**31
-
-
-@dataclass(kw_only=True, slots=True)
-class Inputs:
-    """Arguments of ``select_pools`` for each run of queries; ``begins`` are their first tokens."""
-
-    queries: torch.Tensor
-    weights: torch.Tensor
-    keys: torch.Tensor
-    pools: Pools
-    begins: list[int]
-    run: int
-    lengths: tuple[int, ...]
-    count: int
-
-
-def runs(tokens: int, queries: int) -> tuple[list[int], int]:
-    """First tokens of the runs of queries, and queries in each of them."""
-    if queries == tokens:
-        return [0], tokens
-    run, stretch = queries // PARTS, tokens // PARTS
-    return [part * stretch + (stretch - run) // 2 for part in range(PARTS)], run
-
-
-def make_inputs(size: Size, device: Device, seed: int, stage: Stage) -> Inputs:
-    """Normal numbers; at the gate small integers, whose scores are exact and often tie.
-
-    The gate takes at most 2,048 queries, for it compares with a choice in float64.
-    """
-    t, q, h, d, k = (size.shape[key] for key in "TQHDK")
-    if stage == "gate":
-        q = min(q, _GATE_QUERIES)
-    begins, run = runs(t, q)
-    dtype = getattr(torch, size.dtype)
-    random = torch.Generator(device=device).manual_seed(seed)
-
-    def draw(*shape: int, of: torch.dtype = dtype) -> torch.Tensor:
-        if stage == "gate":
-            return torch.randint(-2, 3, shape, generator=random, device=device, dtype=of)
-        return torch.randn(*shape, generator=random, device=device, dtype=of)
-
-    return Inputs(
-        queries=draw(run * len(begins), h, d),
-        weights=draw(run * len(begins), h, of=torch.float32),
-        keys=draw(t // POOL, d),
-        pools=find_pools((t,), POOL, torch.device(device)),
-        begins=begins,
-        run=run,
-        lengths=(t,),
-        count=k,
-    )
 
 
 def _ids(inputs: Inputs, choose: Callable[..., torch.Tensor]) -> Outputs:
@@ -104,8 +50,8 @@ def reference(inputs: Inputs) -> Outputs:
 
 
 def tolerance(size: Size) -> dict[str, float]:
-    """None: at the gate every score is exact, so the choice has to be."""
-    return {}
+    """None for ours: at the gate every score is exact, so the choice has to be."""
+    return dict(peers.TOLERANCE)
 
 
 def floor(size: Size, machine: Machine) -> Floor:
@@ -158,11 +104,36 @@ def _peer(inputs: Inputs, device: Device) -> Runnable:
     return Runnable(call=lambda: _ids(inputs, _torch_choose))
 
 
+def too_long(size: Size) -> str:
+    """Why products in full precision are not run at this size."""
+    queries, tokens = size.shape["Q"], size.shape["T"]
+    long = queries * tokens > 2**35
+    return f"left out, 6 s and more per call at {queries} queries of {tokens}" if long else ""
+
+
 def _size(tokens: int, queries: int) -> Size:
     return Size(
         shape={"T": tokens, "Q": queries, "H": 32, "D": 128, "K": 512},
         dtype="bfloat16",
         devices=("cuda",),
+    )
+
+
+def _example(
+    name: str,
+    build: Callable[..., Runnable],
+    check: Callable[[Inputs, Outputs], dict[str, float]],
+    files: tuple[str, ...],
+) -> Variant:
+    return Variant(
+        name=f"tilelang_example, {name}",
+        role="peer",
+        build=build,
+        requires=("tilelang",),
+        files=files,
+        devices=("cuda",),
+        dtypes=("bfloat16",),
+        check=check,
     )
 
 
@@ -183,7 +154,9 @@ CASE = Case(
         Variant(
             name="kernels", role="ours", build=_kernels, requires=("triton",), devices=("cuda",)
         ),
-        Variant(name="plain torch, full precision", role="ours", build=_plain),
+        Variant(name="plain torch, full precision", role="ours", build=_plain, unfit=too_long),
         Variant(name="plain torch, low-precision products", role="peer", build=_peer),
+        _example("fp8 scores, no choice", peers.scores, peers.check_scores, peers.SCORE_FILES),
+        _example("fp8 scores, radix", peers.selection, peers.check_selection, peers.SELECT_FILES),
     ),
 )

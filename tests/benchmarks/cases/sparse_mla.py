@@ -2,8 +2,7 @@
 
 Shapes: q, out [T, H, D], latent [T, D], pools [T, P]; one document, pools spread at random, so a
 query shares few keys with its neighbours. The gate has several documents and at most 2,560 tokens.
-FlashMLA and TileLang's public example (``examples/deepseek_v32`` on the Python path) take token
-ids, 2,176 and 2,112 of them; the example also 64 more columns, here zeros.
+What peers are given instead of pools: ``tests.benchmarks.sparse_mla_peers``.
 """
 
 from collections.abc import Callable
@@ -12,14 +11,14 @@ from typing import Any
 
 import torch
 
-from kernels.dsa.keys import selected_tokens
 from kernels.sparse_mla import naive
+from tests.benchmarks import sparse_mla_peers as peers
 from tests.benchmarks.case import Case, Outputs, Runnable, Size, Stage, Variant
 from tests.benchmarks.machine import Floor, Machine, roofline
 from tests.benchmarks.probes import Device
 from tests.unit.sparse_mla_support import Problem, problem
 
-SETTINGS: dict[str, Any] = {"size": 4, "scale": 1 / 16}
+SETTINGS: dict[str, Any] = {"size": peers.SIZE, "scale": peers.SCALE}
 GATE_TOKENS = 2560
 
 SIZES = {
@@ -95,60 +94,16 @@ def _ours(inputs: Problem, device: Device, *, variant: str) -> Runnable:
     return Runnable(call=call)
 
 
-def short_enough(inputs: Problem) -> None:
-    """Raises ValueError where plain torch would take too long for one to wait."""
-    if len(inputs.q) > 40_000:
-        raise ValueError(f"plain torch: a minute and more per call at {len(inputs.q)} queries")
+def too_long(size: Size) -> str:
+    """Why plain torch is not run at this size."""
+    queries = size.shape["T"]
+    return f"left out, minutes per call at {queries} queries" if queries > 40_000 else ""
 
 
 def _plain(inputs: Problem, device: Device) -> Runnable:
-    short_enough(inputs)
-
     def call() -> Outputs:
         out, lse = naive.forward_reference(*inputs[:5], upcast=False, **SETTINGS)
         return {"out": out, "lse": lse}
-
-    return Runnable(call=call)
-
-
-def token_ids(inputs: Problem, multiple: int, unused: int) -> torch.Tensor:
-    """int32 (T, slots), padded with ``unused`` to a multiple; what kernels for token ids take."""
-    ids = []
-    for begin in range(0, len(inputs.pools), 8192):
-        some = inputs.rows(slice(begin, begin + 8192))
-        tokens, used = selected_tokens(some.pools, some.position, some.start, SETTINGS["size"])
-        tokens = torch.where(used, tokens, unused).int()
-        pad = -tokens.shape[1] % multiple
-        ids.append(torch.nn.functional.pad(tokens, (0, pad), value=unused))
-    return torch.cat(ids)
-
-
-def _flash_mla(inputs: Problem, device: Device) -> Runnable:
-    from flash_mla import flash_mla_sparse_fwd
-
-    ids, latent = token_ids(inputs, 128, -1).unsqueeze(1), inputs.latent.unsqueeze(1)
-
-    def call() -> Outputs:
-        out, _, lse = flash_mla_sparse_fwd(inputs.q, latent, ids, SETTINGS["scale"])
-        return {"out": out, "lse": lse * torch.log(torch.tensor(2.0)).item()}
-
-    return Runnable(call=call)
-
-
-def with_zero_tail(x: torch.Tensor) -> torch.Tensor:
-    """(1, ..., 576): what TileLang's example takes for 512 columns."""
-    return torch.nn.functional.pad(x, (0, 64)).unsqueeze(0).contiguous()
-
-
-def _tilelang_example(inputs: Problem, device: Device) -> Runnable:
-    from sparse_mla_fwd import sparse_mla_fwd_interface
-
-    ids = token_ids(inputs, 64, len(inputs.latent))[None, :, None].contiguous()
-    q, latent = with_zero_tail(inputs.q), with_zero_tail(inputs.latent.unsqueeze(1))
-
-    def call() -> Outputs:
-        out, lse = sparse_mla_fwd_interface(q, latent, ids, sm_scale=SETTINGS["scale"])
-        return {"out": out[0], "lse": lse[0] * torch.log(torch.tensor(2.0)).item()}
 
     return Runnable(call=call)
 
@@ -170,9 +125,11 @@ def kernel_variants(
     )
 
 
-def peer(name: str, build: Callable[..., Runnable], package: str) -> Variant:
-    """A kernel of others, if its package is there."""
-    return Variant(name=name, role="peer", build=build, requires=(package,), devices=("cuda",))
+def peer(name: str, build: Callable[..., Runnable], *packages: str, **declared: Any) -> Variant:
+    """A kernel of others, if its packages are there."""
+    return Variant(
+        name=name, role="peer", build=build, requires=packages, devices=("cuda",), **declared
+    )
 
 
 CASE = Case(
@@ -187,8 +144,8 @@ CASE = Case(
         *kernel_variants(
             _ours, (("split", {"variant": "split"}), ("simple", {"variant": "simple"}))
         ),
-        Variant(name="plain torch", role="ours", build=_plain),
-        peer("flash_mla", _flash_mla, "flash_mla"),
-        peer("tilelang_example", _tilelang_example, "sparse_mla_fwd"),
+        Variant(name="plain torch", role="ours", build=_plain, unfit=too_long),
+        peer("flash_mla", peers.flash_mla, "flash_mla"),
+        peer("tilelang_example", peers.example_forward, "tilelang", files=peers.EXAMPLE_FILES),
     ),
 )

@@ -13,6 +13,7 @@ import torch
 
 from kernels.sparse_mla import naive
 from kernels.sparse_mla.walk import Walk
+from tests.benchmarks import sparse_mla_peers as peers
 from tests.benchmarks.case import Case, Outputs, Runnable, Size, Variant
 from tests.benchmarks.cases.sparse_mla import (
     SETTINGS,
@@ -20,10 +21,8 @@ from tests.benchmarks.cases.sparse_mla import (
     kernel_variants,
     make_inputs,
     peer,
-    short_enough,
-    token_ids,
+    too_long,
     used_keys,
-    with_zero_tail,
 )
 from tests.benchmarks.machine import Floor, Machine, roofline
 from tests.benchmarks.probes import Device
@@ -73,27 +72,9 @@ def _ours(inputs: Problem, device: Device, **settings: Any) -> Runnable:
 
 
 def _plain(inputs: Problem, device: Device) -> Runnable:
-    short_enough(inputs)
-
     def call() -> Outputs:
         dq, dlatent, _ = naive.backward_reference(*inputs, upcast=False, **SETTINGS)
         return {"dq": dq, "dlatent": dlatent}
-
-    return Runnable(call=call)
-
-
-def _tilelang_example(inputs: Problem, device: Device) -> Runnable:
-    from sparse_mla_bwd import sparse_mla_bwd
-    from sparse_mla_fwd import sparse_mla_fwd_interface
-
-    ids = token_ids(inputs, 64, len(inputs.latent))[None, :, None].contiguous()
-    q, latent = with_zero_tail(inputs.q), with_zero_tail(inputs.latent.unsqueeze(1))
-    grad, scale = inputs.grad.unsqueeze(0), SETTINGS["scale"]
-    out, lse = sparse_mla_fwd_interface(q, latent, ids, sm_scale=scale)
-
-    def call() -> Outputs:
-        dq, dkv = sparse_mla_bwd(q, latent, out, grad, ids, lse, sm_scale=scale)
-        return {"dq": dq[0, ..., :512], "dlatent": dkv[0, :, 0, :512]}
 
     return Runnable(call=call)
 
@@ -119,7 +100,13 @@ CASE = Case(
     floor=floor,
     variants=(
         *kernel_variants(_ours, FORMS),
-        Variant(name="plain torch", role="ours", build=_plain),
-        peer("tilelang_example", _tilelang_example, "sparse_mla_bwd"),
+        Variant(name="plain torch", role="ours", build=_plain, unfit=too_long),
+        peer("cudnn", peers.cudnn_backward, "cudnn", "tilelang"),
+        peer(
+            "tilelang_example",
+            peers.example_backward,
+            "tilelang",
+            files=peers.EXAMPLE_BACKWARD_FILES,
+        ),
     ),
 )
