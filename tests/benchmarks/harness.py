@@ -112,7 +112,7 @@ class Report:
 
     @property
     def best_peer(self) -> Result | None:
-        """The fastest peer, by its median, that computes the case's outputs; None if none was timed."""
+        """The peer with the lowest median of those that compute the case's outputs, or None."""
         peers = [r for r in self.results if r.variant.role == "peer" and r.variant.check is None]
         timed = [r for r in peers if r.timing is not None]
         return min(timed, key=lambda r: statistics.median(r.times_ms), default=None)
