@@ -28,7 +28,6 @@ from components.models.glm_flash.mla import SparseMLA
 from components.models.glm_flash.saved_bytes import (
     Form,
     boundary_bytes,
-    kept_every,
     saved_bytes,
 )
 from components.models.glm_flash.settings import GlmFlashModel
@@ -208,15 +207,6 @@ def test_all_layers_of_the_published_model(sites, total):
     form = Form(itemsize=2, trimmed=frozenset(sites), fla=True, fused_norm=True)
     layers = (saved_bytes(model, index, tokens, form) for index in range(model.n_layers))
     assert round(sum(sum(parts.values()) for parts in layers) / tokens) == total
-
-
-@pytest.mark.parametrize(
-    ("every", "kept", "more"), [(1, 1_474_560, 0), (5, 294_912, 131_072), (7, 229_376, 196_608)]
-)
-def test_recomputation_keeps_hidden_states_alone(every, kept, more):
-    form = Form(itemsize=2)
-    assert kept_every(GlmFlashModel(), every, 1, form) == (kept, more)
-    assert boundary_bytes(GlmFlashModel(), 1, form) == 32_768
 
 
 class _Peak(TorchDispatchMode):
