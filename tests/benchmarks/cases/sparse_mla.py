@@ -14,10 +14,10 @@ import torch
 
 from kernels.dsa.keys import selected_tokens
 from kernels.sparse_mla import naive
+from kernels.sparse_mla.inputs import Inputs, draw_inputs
 from tests.benchmarks.case import Case, Outputs, Runnable, Size, Stage, Variant
 from tests.benchmarks.machine import Floor, Machine, roofline
 from tests.benchmarks.probes import Device
-from tests.unit.sparse_mla_support import Problem, problem
 
 SETTINGS: dict[str, Any] = {"size": 4, "scale": 1 / 16}
 GATE_TOKENS = 2560
@@ -33,13 +33,13 @@ SIZES = {
 }
 
 
-def make_inputs(size: Size, device: Device, seed: int, stage: Stage) -> Problem:
+def make_inputs(size: Size, device: Device, seed: int, stage: Stage) -> Inputs:
     """Random inputs; several documents, short ones too, at the gate."""
     t, h, d, count = (size.shape[key] for key in "THDP")
     if stage == "gate":
         t = min(t, GATE_TOKENS)
     lengths = (t,) if stage == "timing" else (1, 2, 3, 4, 5, t // 8, t - t // 8 - 15)
-    return problem(
+    return draw_inputs(
         lengths,
         heads=h,
         width=d,
@@ -57,7 +57,7 @@ def used_keys(t: int, count: int) -> int:
     return int((seen // size).clamp(max=count).mul(size).add(seen % size).sum())
 
 
-def reference(inputs: Problem) -> Outputs:
+def reference(inputs: Inputs) -> Outputs:
     """Float64 for short inputs, else float32."""
     short = inputs.q.numel() < 2**20
     wide = inputs.cast(torch.float64 if short else torch.float32)
@@ -85,7 +85,7 @@ def floor(size: Size, machine: Machine) -> Floor:
     )
 
 
-def _ours(inputs: Problem, device: Device, *, variant: str) -> Runnable:
+def _ours(inputs: Inputs, device: Device, *, variant: str) -> Runnable:
     from kernels.sparse_mla.tilelang_forward import forward
 
     def call() -> Outputs:
@@ -95,13 +95,13 @@ def _ours(inputs: Problem, device: Device, *, variant: str) -> Runnable:
     return Runnable(call=call)
 
 
-def short_enough(inputs: Problem) -> None:
+def short_enough(inputs: Inputs) -> None:
     """Raises ValueError where plain torch would take too long for one to wait."""
     if len(inputs.q) > 40_000:
         raise ValueError(f"plain torch: a minute and more per call at {len(inputs.q)} queries")
 
 
-def _plain(inputs: Problem, device: Device) -> Runnable:
+def _plain(inputs: Inputs, device: Device) -> Runnable:
     short_enough(inputs)
 
     def call() -> Outputs:
@@ -111,7 +111,7 @@ def _plain(inputs: Problem, device: Device) -> Runnable:
     return Runnable(call=call)
 
 
-def token_ids(inputs: Problem, multiple: int, unused: int) -> torch.Tensor:
+def token_ids(inputs: Inputs, multiple: int, unused: int) -> torch.Tensor:
     """int32 (T, slots), padded with ``unused`` to a multiple; what kernels for token ids take."""
     ids = []
     for begin in range(0, len(inputs.pools), 8192):
@@ -123,7 +123,7 @@ def token_ids(inputs: Problem, multiple: int, unused: int) -> torch.Tensor:
     return torch.cat(ids)
 
 
-def _flash_mla(inputs: Problem, device: Device) -> Runnable:
+def _flash_mla(inputs: Inputs, device: Device) -> Runnable:
     from flash_mla import flash_mla_sparse_fwd
 
     ids, latent = token_ids(inputs, 128, -1).unsqueeze(1), inputs.latent.unsqueeze(1)
@@ -140,7 +140,7 @@ def with_zero_tail(x: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.pad(x, (0, 64)).unsqueeze(0).contiguous()
 
 
-def _tilelang_example(inputs: Problem, device: Device) -> Runnable:
+def _tilelang_example(inputs: Inputs, device: Device) -> Runnable:
     from sparse_mla_fwd import sparse_mla_fwd_interface
 
     ids = token_ids(inputs, 64, len(inputs.latent))[None, :, None].contiguous()
