@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -39,7 +40,7 @@ from kernels.dsa import absorbed, select
 from kernels.hyper_connections import merge
 from launch.config.groups import RECIPES
 from launch.config.load import load_recipe
-from tests.swaps import counted
+from tests.swaps import counted, swap_parts
 from tests.unit.models_support import tiny_glm
 
 CUTS = {
@@ -69,8 +70,7 @@ def build(
     if more:
         config.layers = [rebuilding(layer) for layer in config.layers]
     if fused:
-        for _, part, parent, attribute in list(config.traverse(HyperConnection.Config)):
-            setattr(parent, attribute, triton_hyper_connections(part))
+        swap_parts(config, HyperConnection.Config, triton_hyper_connections)
     if piece:
         for target, cut in CUTS.items():
             for name, part, parent, attribute in list(config.traverse(target)):
@@ -78,8 +78,7 @@ def build(
                     setattr(parent, attribute, cut(part, chunk_tokens=piece))
     if experts:
         given = {"chunk_tokens": experts, "max_chunks": 64, "membership": "strided"}
-        for _, part, parent, attribute in list(config.traverse(RoutedExperts.Config)):
-            setattr(parent, attribute, chunked_experts(part, **given))
+        swap_parts(config, RoutedExperts.Config, partial(chunked_experts, **given))
     model = config.build()
     model.init_states()
     for module in model.modules():
