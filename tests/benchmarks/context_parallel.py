@@ -8,7 +8,6 @@ whole mixer runs on all ranks at once, each by itself. Files are written after e
 """
 
 import argparse
-import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -32,7 +31,7 @@ from tests.benchmarks.context_shapes import MIXERS, SIZES, Shape
 from tests.benchmarks.harness import relative_error
 from tests.benchmarks.machine import Machine, roofline
 from tests.benchmarks.probes import Probe, make_probe
-from tests.benchmarks.ranks import Progress, highest, peak_of, start_ranks
+from tests.benchmarks.ranks import Progress, command, highest, peak_of, start_ranks
 from tests.benchmarks.training import RESULTS, heading, publish, settled_machine
 
 if TYPE_CHECKING:
@@ -89,12 +88,10 @@ def wrong(figures: dict[str, Any]) -> bool:
 def _record(
     options: argparse.Namespace, arguments: Sequence[str], machine: Machine
 ) -> dict[str, Any]:
-    ranks = dist.get_world_size()
-    command = ["torchrun", "--standalone", "--nproc-per-node", str(ranks)]
     return {
         **heading("context_parallel", options, arguments, [], machine),
-        "command": shlex.join([*command, "-m", "tests.benchmarks.context_parallel", *arguments]),
-        "ranks": ranks,
+        "command": command("context_parallel", arguments),
+        "ranks": dist.get_world_size(),
         "size": options.size,
         "layout": options.layout,
         "shape": asdict(SIZES[options.size]),

@@ -11,7 +11,6 @@ estimate that all ranks share: a rank that ran out alone would leave the others 
 """
 
 import argparse
-import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -39,7 +38,7 @@ from tests.benchmarks.expert_shapes import (
 from tests.benchmarks.harness import relative_error
 from tests.benchmarks.machine import Machine
 from tests.benchmarks.probes import Probe, make_probe
-from tests.benchmarks.ranks import Progress, highest, peak_of, start_ranks
+from tests.benchmarks.ranks import Progress, command, highest, peak_of, start_ranks
 from tests.benchmarks.training import RESULTS, heading, publish, settled_machine
 
 if TYPE_CHECKING:
@@ -85,12 +84,10 @@ def main(arguments: Sequence[str]) -> int:
 def _record(
     options: argparse.Namespace, arguments: Sequence[str], machine: Machine
 ) -> dict[str, Any]:
-    ranks = dist.get_world_size()
-    command = ["torchrun", "--standalone", "--nproc-per-node", str(ranks)]
     return {
         **heading("expert_dispatch", options, arguments, [], machine),
-        "command": shlex.join([*command, "-m", "tests.benchmarks.expert_dispatch", *arguments]),
-        "ranks": ranks,
+        "command": command("expert_dispatch", arguments),
+        "ranks": dist.get_world_size(),
         "size": options.size,
         "shape": asdict(SIZES[options.size]),
         "ceilings": asdict(machine.ceilings),

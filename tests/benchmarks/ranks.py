@@ -1,8 +1,9 @@
 """Ranks of one benchmark: how they start, what they agree on, and what they say."""
 
 import os
+import shlex
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -29,6 +30,12 @@ def start_ranks(device: Device, hang_seconds: int) -> None:
         device_id=own,
         timeout=timedelta(seconds=hang_seconds),
     )
+
+
+def command(module: str, arguments: Sequence[str]) -> str:
+    """What these ranks were started with: ``arguments`` of a module of this package."""
+    start = ["torchrun", "--standalone", "--nproc-per-node", str(dist.get_world_size())]
+    return shlex.join([*start, "-m", f"tests.benchmarks.{module}", *arguments])
 
 
 def highest(value: float) -> float:

@@ -12,7 +12,6 @@ with nothing on the device but what the variant needs.
 
 import argparse
 import importlib.util
-import shlex
 import statistics
 import sys
 import time
@@ -36,7 +35,7 @@ from tests.benchmarks.cases.chunked_loss import IGNORED, Inputs
 from tests.benchmarks.cases.vocabulary_loss import CASE
 from tests.benchmarks.harness import relative_error
 from tests.benchmarks.probes import Device, Probe, make_probe
-from tests.benchmarks.ranks import Progress, highest, start_ranks
+from tests.benchmarks.ranks import Progress, command, highest, start_ranks
 from tests.benchmarks.training import RESULTS, heading, publish, settled_machine
 
 _GIB = 2**30
@@ -176,17 +175,14 @@ def main(arguments: Sequence[str]) -> int:
         figures = measure(size, make_probe(device), options)
         record = {
             **heading("vocabulary_ring", options, arguments, [], machine),
-            "command": shlex.join(
-                ["torchrun", "--standalone", "--nproc-per-node", str(dist.get_world_size()),
-                 "-m", "tests.benchmarks.vocabulary_ring", *arguments]
-            ),
+            "command": command("vocabulary_ring", arguments),
             "ranks": dist.get_world_size(),
             "size": asdict(size),
             "ceilings": asdict(machine.ceilings),
             # As many products as if a rank had the head alone.
             "floor": asdict(chunked_loss.floor(size, machine)),
             "variants": figures,
-        }  # fmt: skip
+        }
         if dist.get_rank() == 0:
             stem = options.out / f"{options.name}_{record['ranks']}x{machine.slug}_{options.size}"
             publish(stem, record, markdown(record))
