@@ -118,30 +118,33 @@ class SublayerChunking(Component):
                 "true with no part to cut saves nothing",
                 f"switch on one of {there}, {self.path}.streams; or {self.path}.enabled=false",
             )
-        trimming = recipe.components.precision_trimming
-        if self.config.streams and not (
-            trimming.enabled and trimming.hyper_connections is not False
-        ):
-            yield Problem(
-                f"{self.path}.streams",
-                "true merges streams again by components.precision_trimming.hyper_connections, "
-                "which is off",
-                f"use components.precision_trimming.enabled=true, or {self.path}.streams=false",
-            )
-        if self.config.streams and form_of(recipe.model, recipe, target.device).fused_streams:
-            yield Problem(
-                f"{self.path}.streams",
-                "true cannot be combined with model.hyper_connections_kernel "
-                f"{recipe.model.hyper_connections_kernel!r} on {target.device}, whose kernels keep "
-                "the streams",
-                f"use model.hyper_connections_kernel=torch, or {self.path}.streams=false",
-            )
+        if self.config.streams:
+            yield from self._check_streams(recipe, target)
         if self.config.dsa and counts["dsa"] and recipe.components.indexer_training.enabled:
             yield Problem(
                 f"{self.path}.dsa",
                 "true cannot be combined with components.indexer_training, whose loss reads all "
                 "queries of a layer at once",
                 f"{self.path}.dsa=false, or components.indexer_training.enabled=false",
+            )
+
+    def _check_streams(self, recipe: "Recipe", target: Target) -> Iterator[Problem]:
+        assert isinstance(recipe.model, GlmFlashModel)
+        trimming = recipe.components.precision_trimming
+        if not trimming.enabled or trimming.hyper_connections is False:
+            yield Problem(
+                f"{self.path}.streams",
+                "true merges streams again by components.precision_trimming.hyper_connections, "
+                "which is off",
+                f"use components.precision_trimming.enabled=true, or {self.path}.streams=false",
+            )
+        if form_of(recipe.model, recipe, target.device).fused_streams:
+            yield Problem(
+                f"{self.path}.streams",
+                "true cannot be combined with model.hyper_connections_kernel "
+                f"{recipe.model.hyper_connections_kernel!r} on {target.device}, whose kernels keep "
+                "the streams",
+                f"use model.hyper_connections_kernel=torch, or {self.path}.streams=false",
             )
 
     def apply(self, plan: RunPlan) -> None:

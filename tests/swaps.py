@@ -1,4 +1,4 @@
-"""Functions of a module or class put in the place of others while a block runs."""
+"""Functions put in the place of others while a block runs, and parts of a config tree for good."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -39,3 +39,9 @@ def counted(owner: Any, name: str, calls: list[str]) -> Iterator[None]:
 
     with replaced(owner, name, call):
         yield
+
+
+def swap_parts(root: Any, target: type, swap: Callable[[Any], Any]) -> None:
+    """Put ``swap(config)`` in the place of every ``target`` in a config tree."""
+    for _, config, parent, attribute in list(root.traverse(target)):
+        setattr(parent, attribute, swap(config))

@@ -120,24 +120,6 @@ class Partition:
         """Tokens of a chunk."""
         return len(range(*self.rows(chunk).indices(self.tokens)))
 
-    def chunk_of(self, device: torch.device | str) -> torch.Tensor:
-        """The chunk of every token: int64 (N,)."""
-        return chunk_of(self.tokens, self.chunks, self.membership, device)
-
-    def receive_bound(self, ranks: int, top_k: int) -> int:
-        """Rows that one rank can receive in one chunk, at most, whatever the router does: every
-        rank of the group sends it all ``top_k`` routes of its largest chunk."""
-        return ranks * top_k * -(-self.largest // self.chunks)
-
-    def send_table(self, destination: torch.Tensor, ranks: int) -> torch.Tensor:
-        """Routes that each chunk sends to each rank: int64 (K, ranks), on the device of the input.
-
-        Args:
-            destination: rank of every route, int64 (N, top_k).
-        """
-        chunk = self.chunk_of(destination.device)
-        return count_pairs(chunk, destination, self.chunks, ranks, torch.int64)
-
 
 def chunk_of(
     tokens: int, chunks: int | torch.Tensor, membership: Membership, device: torch.device | str

@@ -151,9 +151,8 @@ class MoEModel(TitanAttentionSettings):
 
     def _check_alibi_run(self, recipe: "Recipe") -> list[Finding]:
         degree = recipe.parallelism.context_parallel_degree
-        if self.position.kind != "alibi" or degree == 1:
-            return []
-        if recipe.components.context_parallel.enabled:
+        stock = degree > 1 and not recipe.components.context_parallel.enabled
+        if self.position.kind != "alibi" or not stock:
             return []
         message = (
             f"'alibi' cannot run with parallelism.context_parallel_degree {degree} as torchtitan "

@@ -1,11 +1,10 @@
 """Which schedule suits a loss."""
 
-from typing import Literal, get_args
+from typing import Literal
 
 from components.vocabulary.layout import VocabularyLayout
 
 Schedule = Literal["fused", "move_weights", "move_activations"]
-SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
 
 
 def choose(tokens: int, layout: VocabularyLayout, *, summed: bool) -> Schedule:

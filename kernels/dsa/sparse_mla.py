@@ -186,12 +186,12 @@ def sparse_mla_backward(
     scale: float,
     backend: str,
     chunk_bytes: int,
-    emit: bool,
+    probabilities: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """``run_backward`` with all gradients in the dtypes of what they are of."""
     grad_q, grad_latent, grad_kv_b, mass = run_backward(
         grad_out, q, latent, kv_b, pools, position, start, mixed, lse, size, scale, backend,
-        chunk_bytes, emit,
+        chunk_bytes, probabilities,
     )  # fmt: skip
     return grad_q, grad_latent.to(latent.dtype), grad_kv_b, mass
 
@@ -210,12 +210,12 @@ def run_backward(
     scale: float,
     backend: str,
     chunk_bytes: int,
-    emit: bool = False,
+    probabilities: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """The operation's backward; ``mixed`` and ``lse`` are empty if forward kept nothing.
 
-    The gradient of the latents is not rounded: for sums over ranks. Last comes, if ``emit`` asks
-    for it, each pool's probability summed over heads and the pool's tokens, (Q, n) in
+    The gradient of the latents is not rounded: for sums over ranks. Last comes, with
+    ``probabilities``, each pool's probability summed over heads and the pool's tokens, (Q, n) in
     ``accumulation_dtype``, 0 where there is none; otherwise an empty tensor.
     """
     kernels, maps, low = _kernels(backend), _Maps(kv_b, q), latent.to(q.dtype)
@@ -226,7 +226,7 @@ def run_backward(
     grad_latent = torch.zeros_like(low, dtype=wide)
     grad_maps = q.new_zeros(heads, kv_b.shape[0] // heads, kv_b.shape[1], dtype=wide)
     options: dict[str, Any] = {"size": size, "scale": scale}
-    mass = q.new_empty(pools.shape if emit else 0, dtype=wide)
+    mass = q.new_empty(pools.shape if probabilities else 0, dtype=wide)
     exact_order = torch.are_deterministic_algorithms_enabled()
     for rows in _rows(len(q), queries_at_once(q, latent.shape[1], _IN_BACKWARD, chunk_bytes)):
         of_rows = pools[rows], position[rows], start[rows]
@@ -239,9 +239,9 @@ def run_backward(
         grad_some = _by_heads(grad, maps.value)
         grad_absorbed, some_mass = backward(
             absorbed, low, *of_rows, some, some_lse, grad_some, grad_latent,
-            **options, probabilities=emit, deterministic=exact_order,
+            **options, probabilities=probabilities, deterministic=exact_order,
         )  # fmt: skip
-        if emit:
+        if probabilities:
             mass[rows] = some_mass
         del absorbed, some, grad_some
         add_bmm_(grad_maps[:, :d_qk], q[rows].permute(1, 2, 0), grad_absorbed.transpose(0, 1))
@@ -266,9 +266,9 @@ def _(
     scale: float,
     backend: str,
     chunk_bytes: int,
-    emit: bool,
+    probabilities: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    mass = q.new_empty(pools.shape if emit else 0, dtype=accumulation_dtype(q.dtype))
+    mass = q.new_empty(pools.shape if probabilities else 0, dtype=accumulation_dtype(q.dtype))
     return torch.empty_like(q), torch.empty_like(latent), torch.empty_like(kv_b), mass
 
 

@@ -1,12 +1,12 @@
 """Runs forms of the kernels on a GPU for ``kernels.sparse_mla.tune``: right, and how fast."""
 
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from kernels.packed import bounds
 from kernels.sparse_mla import naive, tuned
+from kernels.sparse_mla.inputs import Inputs, draw_inputs
 from kernels.sparse_mla.shape import Shape
 from kernels.sparse_mla.tilelang_backward import backward
 from kernels.sparse_mla.tilelang_forward import forward
@@ -25,54 +25,14 @@ Results = dict[str, torch.Tensor]
 """By name: out and lse, or dq, dlatent and mass."""
 
 
-class Inputs(NamedTuple):
-    """Arguments of both kernels, in the order of the twin's backward."""
-
-    q: torch.Tensor
-    latent: torch.Tensor
-    pools: torch.Tensor
-    position: torch.Tensor
-    start: torch.Tensor
-    grad: torch.Tensor
-
-
-def make(shape: Shape, lengths: tuple[int, ...], device: torch.device) -> Inputs:
-    """Random inputs, one query per token; pools are chosen at random among the complete ones."""
-    random = torch.Generator(device=device).manual_seed(0)
-    position = torch.cat([torch.arange(n, device=device) for n in lengths])
-    counts = torch.tensor(lengths, device=device)
-    start = torch.tensor(bounds(lengths)[:-1], device=device).repeat_interleave(counts)
-
-    def draw(*sizes: int) -> torch.Tensor:
-        return torch.randn(*sizes, generator=random, device=device).bfloat16()
-
-    tokens, columns = len(position), shape.width + shape.tail
-    return Inputs(
-        draw(tokens, shape.heads, columns),
-        draw(tokens, columns),
-        _pools(position, KEYS // shape.size, shape.size, random),
-        position,
-        start,
-        draw(tokens, shape.heads, shape.width),
-    )
-
-
-def _pools(position: torch.Tensor, count: int, size: int, random: torch.Generator) -> torch.Tensor:
-    """int32 (Q, n): at most ``count`` complete pools of each query, ascending, then -1."""
-    pools = max(1, int(position.max() + 1) // size)
-    noise = torch.rand(len(position), pools, generator=random, device=position.device)
-    column = torch.arange(pools, device=position.device)
-    open_ = column < ((position + 1) // size).unsqueeze(1)
-    best = noise.masked_fill_(~open_, -1.0).topk(min(count, pools), dim=1)
-    ids = torch.where(best.values >= 0, best.indices, pools).sort(1).values
-    return torch.where(ids < pools, ids, -1).int()
-
-
 class Problem:
     """Inputs of a shape, and what is asked of them more than once."""
 
-    def __init__(self, shape: Shape, lengths: tuple[int, ...], device: torch.device) -> None:
-        self.inputs = make(shape, lengths, device)
+    def __init__(self, shape: Shape, lengths: tuple[int, ...], device: str) -> None:
+        self.inputs = draw_inputs(
+            lengths, heads=shape.heads, width=shape.width, tail=shape.tail, size=shape.size,
+            count=KEYS // shape.size, device=device,
+        )  # fmt: skip
         self.settings: dict[str, Any] = {
             "size": shape.size, "scale": shape.scale, "tail": shape.tail,
         }  # fmt: skip
@@ -80,8 +40,7 @@ class Problem:
     @cached_property
     def exact(self) -> Results:
         """The twin's, in float32."""
-        wide = (x.float() if x.is_floating_point() else x for x in self.inputs)
-        return self._twin(Inputs(*wide), True)
+        return self._twin(self.inputs.cast(torch.float32), True)
 
     @cached_property
     def rough(self) -> Results:
@@ -130,7 +89,7 @@ class OnGpu:
         gate: tuple[int, ...] = GATE,
         timed: tuple[int, ...] = TIMED,
     ) -> None:
-        self._device, self._gate, self._timed = torch.device(device), gate, timed
+        self._device, self._gate, self._timed = device, gate, timed
         self._made: dict[tuple[Shape, tuple[int, ...]], Problem] = {}
 
     def wrong(self, plan: Plan, shape: Shape, probabilities: bool) -> str | None:

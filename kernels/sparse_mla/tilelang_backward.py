@@ -67,11 +67,7 @@ def backward(
     """
     shape = check(q, latent, pools, position, start, size=size, scale=scale, tail=tail)
     _check_gradients(q, latent, out, lse, grad, dlatent, shape)
-    name, options = choice("backward", shape, variant)
-    options["scatter"] = "store" if deterministic else scatter or options["scatter"]
-    legal = ("pairs", "quads", "store") if name == "split" else ("pairs", "store")
-    if options["scatter"] not in legal:
-        raise ValueError(f"sparse_mla: scatter={scatter!r} of the {name} variant, not in {legal}")
+    name, options = _choice(shape, variant, "store" if deterministic else scatter)
     walk = _walk_of(walk, len(latent), plain=name == "simple" or deterministic)
     check_device(q)
     dq = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -89,11 +85,7 @@ def backward(
         kernel: Any = compiled(f"backward_{name}", shape, emit=probabilities, **options)
         if name == "split":
             kernel = partial(launch, kernel, walk.range_tokens, shape.size)
-        step = len(q)
-        if deterministic:
-            step = _queries_at_once(shape, padded.shape[1])
-        elif walk.range_tokens:
-            step = max(1, DQ_BYTES // (4 * shape.heads * shape.width))
+        step = _queries_at_once(shape, padded.shape[1], walk, deterministic) or len(q)
         for begin in range(0, len(q), step):
             some = slice(begin, begin + step)
             part: Any = mass[:, some] if probabilities else mass
@@ -109,6 +101,16 @@ def backward(
             if probabilities:
                 mass[:, some] = part
     return dq, mass.sum(0)[:, : pools.shape[1]] if probabilities else None
+
+
+def _choice(shape: Shape, variant: str | None, scatter: str | None) -> tuple[str, dict[str, Any]]:
+    """The tuned variant and its options, but for what is given."""
+    name, options = choice("backward", shape, variant)
+    options["scatter"] = scatter or options["scatter"]
+    legal = ("pairs", "quads", "store") if name == "split" else ("pairs", "store")
+    if options["scatter"] not in legal:
+        raise ValueError(f"sparse_mla: scatter={scatter!r} of the {name} variant, not in {legal}")
+    return name, options
 
 
 def _walk_of(walk: Walk | None, tokens: int, plain: bool) -> Walk:
@@ -137,10 +139,13 @@ def _slots(shape: Shape, pools: int) -> int:
     return -(-(pools * shape.size + shape.size - 1) // TILE) * TILE
 
 
-def _queries_at_once(shape: Shape, pools: int) -> int:
-    blocks = shape.heads // HEADS
-    row_bytes = 4 * blocks * _slots(shape, pools) * (shape.width + shape.tail)
-    return max(1, STORE_BYTES // row_bytes)
+def _queries_at_once(shape: Shape, pools: int, walk: Walk, deterministic: bool) -> int | None:
+    """How many fit the memory that is set aside for them; None: nothing is set aside."""
+    if deterministic:
+        blocks = shape.heads // HEADS
+        row_bytes = 4 * blocks * _slots(shape, pools) * (shape.width + shape.tail)
+        return max(1, STORE_BYTES // row_bytes)
+    return max(1, DQ_BYTES // (4 * shape.heads * shape.width)) if walk.range_tokens else None
 
 
 def _add_in_order(

@@ -8,7 +8,6 @@ whole mixer runs on all ranks at once, each by itself. Files are written after e
 """
 
 import argparse
-import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -31,8 +30,8 @@ from tests.benchmarks.context_report import (
 from tests.benchmarks.context_shapes import MIXERS, SIZES, Shape
 from tests.benchmarks.harness import relative_error
 from tests.benchmarks.machine import Machine, roofline
-from tests.benchmarks.probes import Memory, Probe, make_probe
-from tests.benchmarks.ranks import highest, start_ranks
+from tests.benchmarks.probes import Probe, make_probe
+from tests.benchmarks.ranks import Progress, command, highest, peak_of, start_ranks
 from tests.benchmarks.training import RESULTS, heading, publish, settled_machine
 
 if TYPE_CHECKING:
@@ -51,13 +50,13 @@ not on all ranks for as long."""
 
 _GIB = 2**30
 _WAYS = ("forward", "backward")
-Say = Callable[[str], None]
 
 
 def main(arguments: Sequence[str]) -> int:
     """One rank of the measurement; rank 0 prints and writes. Returns 1 if a result was wrong."""
     began = time.monotonic()
     options = _parser().parse_args(arguments)
+    progress = Progress(began, options.time_limit)
     device = use_device(options.device)
     start_ranks(device, HANG_SECONDS)
     # As torchtitan's own start does: what recomputes layers finds its meshes in this thread alone.
@@ -73,7 +72,7 @@ def main(arguments: Sequence[str]) -> int:
             publish(stem, record, markdown(record), quiet=True)
             print(of_mixer(figures), flush=True)
 
-    measure(SIZES[options.size], make_probe(device), machine, options, began, write)
+    measure(SIZES[options.size], make_probe(device), machine, options, progress, write)
     # Not after an error: the others may wait in a collective, and this rank with them.
     dist.destroy_process_group()
     return int(any(map(wrong, record["mixers"])))
@@ -89,12 +88,10 @@ def wrong(figures: dict[str, Any]) -> bool:
 def _record(
     options: argparse.Namespace, arguments: Sequence[str], machine: Machine
 ) -> dict[str, Any]:
-    ranks = dist.get_world_size()
-    command = ["torchrun", "--standalone", "--nproc-per-node", str(ranks)]
     return {
         **heading("context_parallel", options, arguments, [], machine),
-        "command": shlex.join([*command, "-m", "tests.benchmarks.context_parallel", *arguments]),
-        "ranks": ranks,
+        "command": command("context_parallel", arguments),
+        "ranks": dist.get_world_size(),
         "size": options.size,
         "layout": options.layout,
         "shape": asdict(SIZES[options.size]),
@@ -108,34 +105,25 @@ def measure(
     probe: Probe,
     machine: Machine,
     options: argparse.Namespace,
-    began: float,
+    progress: Progress,
     write: Callable[[dict[str, Any]], None],
 ) -> None:
     """Measure mixer after mixer, until all are done or time is up. Collective.
 
     Args:
-        options: ``mixers``, ``without``, ``layout``, ``repeats``, ``warmup``, ``seed`` and
-            ``time_limit``.
-        began: ``time.monotonic()`` that the time limit counts from.
+        options: ``mixers``, ``without``, ``layout``, ``repeats``, ``warmup`` and ``seed``.
+        progress: says when time is up.
         write: takes the figures of a mixer, the same on every rank.
     """
     from tests.benchmarks.context_variants import Bench
 
-    def say(text: str) -> None:
-        if dist.get_rank() == 0:
-            print(f"[{time.monotonic() - began:5.1f} s] {text}", flush=True)
-
-    def expired() -> bool:
-        limit = options.time_limit
-        return limit is not None and highest(time.monotonic() - began) > limit
-
     for mixer in options.mixers:
-        if expired():
-            say(f"{mixer}: left out, time is up")
+        if progress.expired():
+            progress.say(f"{mixer}: left out, time is up")
             continue
-        say(f"{mixer}: building")
+        progress.say(f"{mixer}: building")
         bench = Bench(shape, mixer, options.layout, probe.device, options.seed)
-        write(_Mixer(bench, probe, machine, options, say).figures(expired))
+        write(_Mixer(bench, probe, machine, options, progress).figures())
         del bench
         probe.settle()
 
@@ -149,19 +137,19 @@ class _Mixer:
         probe: Probe,
         machine: Machine,
         options: argparse.Namespace,
-        say: Say,
+        progress: Progress,
     ) -> None:
         from tests.benchmarks.context_variants import variants_of
 
         self._bench, self._probe, self._machine = bench, probe, machine
-        self._options, self._say = options, say
+        self._options, self._progress, self._say = options, progress, progress.say
         self._other_pools: float | None = None
         self._variants = [(v, _figure(v)) for v in variants_of(bench.mixer)]
         for variant, figure in self._variants:
             if variant.name in options.without and not variant.whole:
                 figure["reason"] = "left out"
 
-    def figures(self, expired: Callable[[], bool]) -> dict[str, Any]:
+    def figures(self) -> dict[str, Any]:
         """Compare, count, read memory, take turns."""
         self._gate()
         self._bench.take((self._bench.shape.tokens,))
@@ -170,7 +158,7 @@ class _Mixer:
         for variant, figure in self._alive():
             self._memory(variant, figure)
         for done in range(0, self._options.repeats, IN_A_ROW):
-            if done and expired():
+            if done and self._progress.expired():
                 self._say(f"time is up after {done} of {self._options.repeats} repeats")
                 break
             for variant, figure in self._alive():
@@ -231,24 +219,15 @@ class _Mixer:
         self._say(f"{variant.name}: bytes sent {text} {figure['reason']}".rstrip())
 
     def _memory(self, variant: "Variant", figure: dict[str, Any]) -> None:
-        memory = self._read(partial(self._bench.step, variant))
-        if highest(memory is None):
+        peak = peak_of(self._probe, partial(self._bench.step, variant))
+        if peak is None:
             figure["reason"] = "out of memory"
             self._say(f"{variant.name}: out of memory")
             return
-        assert memory is not None
-        before = memory.resident if self._probe.device == "cuda" else 0
-        above = int(highest(memory.peak - before))
-        figure["above_bytes"] = above
-        figure["peak_bytes"] = above + self._bench.input_bytes(variant)
-        figure["reserved_bytes"] = int(highest(memory.reserved or 0))
+        figure["above_bytes"] = peak.above
+        figure["peak_bytes"] = peak.above + self._bench.input_bytes(variant)
+        figure["reserved_bytes"] = peak.reserved
         self._say(f"{variant.name}: peak {figure['peak_bytes'] / _GIB:.3f} GiB")
-
-    def _read(self, call: Callable[[], Outputs]) -> Memory | None:
-        try:
-            return self._probe.memory(call)
-        except torch.OutOfMemoryError:
-            return None
 
     def _turn(self, variant: "Variant", figure: dict[str, Any], repeats: int) -> None:
         # Blocks that others left in the allocator fit nobody else: each turn begins without.

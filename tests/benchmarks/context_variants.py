@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 from components.context_parallel.collectives import Link, collect
 from components.context_parallel.dsa import choose_pools
+from components.context_parallel.glm import alignment
 from components.context_parallel.layout import Kind, cut_batch
 from components.context_parallel.mixers import DSA_METHODS, KDA_METHODS
-from components.context_parallel.plan import alignment
 from components.context_parallel.share import Share
 from components.context_parallel.softmax.attend import Exchange
 from components.context_parallel.softmax.kernel import Block, Scores
@@ -24,7 +24,7 @@ from components.context_parallel.volume import Volume, dsa_volume, kda_volume
 from components.models.glm_flash.documents import Documents
 from components.models.glm_flash.fla_kernels import fla_kda, fla_short_conv
 from components.models.glm_flash.flops import mixer_flops
-from components.models.glm_flash.indexer import IndexerInputs, PoolSelector
+from components.models.glm_flash.indexer import PoolSelector
 from components.models.glm_flash.kda import KdaCore
 from components.models.glm_flash.mla import SparseMlaCore
 from components.models.glm_flash.settings import GlmFlashModel
@@ -37,8 +37,10 @@ from components.models.glm_flash.sparse_kernels import (
 from components.models.moe import MoEModel
 from components.titan.cp_attention import kernel_on, share_attention
 from tests.benchmarks.case import Outputs
+from tests.benchmarks.cases.sublayer_chunking import given_pools
 from tests.benchmarks.context_shapes import Shape
 from tests.benchmarks.probes import Device
+from tests.swaps import swap_parts
 
 _TARGETS: tuple[tuple[Callable[..., Any], Any], ...] = (
     (fla_kda, KdaCore.Config),
@@ -153,8 +155,7 @@ class Bench:
         self.notes = tuple(note for note in chosen.notes if note.startswith("KDA") == of_kda)
         for factory, target in _TARGETS:
             if factory in chosen.overrides:
-                for _, inner, parent, attribute in list(config.traverse(target)):
-                    setattr(parent, attribute, factory(inner))
+                swap_parts(config, target, factory)
         return config
 
     def _build(self) -> Any:
@@ -245,7 +246,7 @@ class Bench:
         own = choose_pools(indexer, self._own_x, module.queries(self._own_x)[0], self.share)
         count = self.share.layout.tokens
         both = [_membership(pools, count) for pools in (wanted[self.share.index], own)]
-        indexer.choose = partial(_given, wanted)
+        indexer.choose = partial(given_pools, wanted)
         return float((both[0] & ~both[1]).sum() / both[0].sum().clamp(min=1))
 
     def choose_freely(self) -> None:
@@ -285,10 +286,3 @@ def _membership(pools: torch.Tensor, count: int) -> torch.Tensor:
     """int (n, chosen), -1 for none -> bool (n, count): which pools a query has chosen."""
     found = torch.zeros(len(pools), count + 1, dtype=torch.bool, device=pools.device)
     return found.scatter_(1, pools.long() + 1, True)[:, 1:]
-
-
-def _given(
-    pools: torch.Tensor, inputs: IndexerInputs, documents: Documents, begin: int = 0
-) -> torch.Tensor:
-    """In place of ``Indexer.choose``."""
-    return pools[begin : begin + len(inputs.queries)]

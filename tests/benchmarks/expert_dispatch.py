@@ -11,7 +11,6 @@ estimate that all ranks share: a rank that ran out alone would leave the others 
 """
 
 import argparse
-import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -38,8 +37,8 @@ from tests.benchmarks.expert_shapes import (
 )
 from tests.benchmarks.harness import relative_error
 from tests.benchmarks.machine import Machine
-from tests.benchmarks.probes import Memory, Probe, make_probe
-from tests.benchmarks.ranks import highest, start_ranks
+from tests.benchmarks.probes import Probe, make_probe
+from tests.benchmarks.ranks import Progress, command, highest, peak_of, start_ranks
 from tests.benchmarks.training import RESULTS, heading, publish, settled_machine
 
 if TYPE_CHECKING:
@@ -55,13 +54,13 @@ HANG_SECONDS = 60
 """After which ranks that wait for one that failed end as well."""
 
 _GIB = 2**30
-Say = Callable[[str], None]
 
 
 def main(arguments: Sequence[str]) -> int:
     """One rank of the measurement; rank 0 prints and writes. Returns 1 if ours was wrong."""
     began = time.monotonic()
     options = _parser().parse_args(arguments)
+    progress = Progress(began, options.time_limit)
     device = use_device(options.device)
     start_ranks(device, HANG_SECONDS)
     machine = settled_machine(device)
@@ -74,7 +73,7 @@ def main(arguments: Sequence[str]) -> int:
             publish(stem, record, markdown(record), quiet=True)
             print(of_profile(figures), flush=True)
 
-    measure(SIZES[options.size], make_probe(device), machine, options, began, write)
+    measure(SIZES[options.size], make_probe(device), machine, options, progress, write)
     variants = [v for figures in record["profiles"] for v in figures["variants"]]
     wrong = any(v["role"] == "ours" and v["reason"].startswith("wrong") for v in variants)
     # Not after an error: the others may wait in a collective, and this rank with them.
@@ -85,12 +84,10 @@ def main(arguments: Sequence[str]) -> int:
 def _record(
     options: argparse.Namespace, arguments: Sequence[str], machine: Machine
 ) -> dict[str, Any]:
-    ranks = dist.get_world_size()
-    command = ["torchrun", "--standalone", "--nproc-per-node", str(ranks)]
     return {
         **heading("expert_dispatch", options, arguments, [], machine),
-        "command": shlex.join([*command, "-m", "tests.benchmarks.expert_dispatch", *arguments]),
-        "ranks": ranks,
+        "command": command("expert_dispatch", arguments),
+        "ranks": dist.get_world_size(),
         "size": options.size,
         "shape": asdict(SIZES[options.size]),
         "ceilings": asdict(machine.ceilings),
@@ -103,29 +100,21 @@ def measure(
     probe: Probe,
     machine: Machine,
     options: argparse.Namespace,
-    began: float,
+    progress: Progress,
     write: Callable[[dict[str, Any]], None],
 ) -> None:
     """Measure profile after profile, until all are done or time is up. Collective.
 
     Args:
-        options: ``profiles``, ``variants``, ``repeats``, ``warmup``, ``seed``, ``time_limit`` and
+        options: ``profiles``, ``variants``, ``repeats``, ``warmup``, ``seed`` and
             ``memory_limit``.
-        began: ``time.monotonic()`` that the time limit counts from.
+        progress: says when time is up.
         write: takes the figures of a profile, the same on every rank.
 
     Raises:
         ValueError: an unknown variant or profile.
     """
     from tests.benchmarks.expert_variants import VARIANTS, Bench
-
-    def say(text: str) -> None:
-        if dist.get_rank() == 0:
-            print(f"[{time.monotonic() - began:5.1f} s] {text}", flush=True)
-
-    def expired() -> bool:
-        limit = options.time_limit
-        return limit is not None and highest(time.monotonic() - began) > limit
 
     names = [variant.name for variant in VARIANTS]
     unknown = sorted(set(options.variants or ()) - set(names))
@@ -135,10 +124,10 @@ def measure(
         profile_for(text, shape.experts * dist.get_world_size())
     bench = Bench(shape, probe.device, options.seed)
     for text in options.profiles:
-        if expired():
-            say(f"{text}: left out, time is up")
+        if progress.expired():
+            progress.say(f"{text}: left out, time is up")
             return
-        write(_Profile(text, shape, bench, probe, machine, options, say).figures(expired))
+        write(_Profile(text, shape, bench, probe, machine, options, progress).figures())
 
 
 class _Profile:
@@ -152,19 +141,20 @@ class _Profile:
         probe: Probe,
         machine: Machine,
         options: argparse.Namespace,
-        say: Say,
+        progress: Progress,
     ) -> None:
         from tests.benchmarks.expert_variants import VARIANTS
 
         self._text, self._shape, self._bench, self._probe = text, shape, bench, probe
-        self._machine, self._options, self._say = machine, options, say
+        self._machine, self._options = machine, options
+        self._progress, self._say = progress, progress.say
         self._ranks = dist.get_world_size()
         self._experts = shape.experts * self._ranks
         self._profile = profile_for(text, self._experts)
         wanted = options.variants or [variant.name for variant in VARIANTS]
         self._variants = [(v, self._figure(v)) for v in VARIANTS if v.name in wanted]
 
-    def figures(self, expired: Callable[[], bool]) -> dict[str, Any]:
+    def figures(self) -> dict[str, Any]:
         """Check, read memory, take turns."""
         self._say(f"{self._text} ({self._profile} of {self._experts} experts): comparing results")
         self._gate()
@@ -174,7 +164,7 @@ class _Profile:
             self._memory(variant, figure, experts)
         alive = [each for each in alive if _ok(each[1])]
         for done in range(0, self._options.repeats, IN_A_ROW):
-            if done and expired():
+            if done and self._progress.expired():
                 self._say(f"{self._text}: time is up after {done} of {self._options.repeats}")
                 break
             repeats = min(IN_A_ROW, self._options.repeats - done)
@@ -253,29 +243,20 @@ class _Profile:
     def _memory(self, variant: "Variant", figure: dict[str, Any], experts: Any) -> None:
         """Peaks of a call; or why there are none, if a rank ran out and the others got through."""
         for kind in ("forward", "both"):
-            memory = self._read(partial(self._call, kind, variant, experts))
-            if highest(memory is None):
+            peak = peak_of(self._probe, partial(self._call, kind, variant, experts))
+            if peak is None:
                 estimate = f"{figure['estimated_peak_bytes'] / _GIB:.3g} GiB were estimated"
                 figure["reason"] = f"out of memory ({kind}), although {estimate}"
                 self._say(f"{variant.name}: {figure['reason']}")
                 return
-            assert memory is not None
-            before = memory.resident if self._probe.device == "cuda" else 0
-            above = int(highest(memory.peak - before))
-            figure[f"{kind}_above_bytes"] = above
-            figure[f"{kind}_peak_bytes"] = above + self._bench.input_bytes
-            figure[f"{kind}_reserved_bytes"] = int(highest(memory.reserved or 0))
+            figure[f"{kind}_above_bytes"] = peak.above
+            figure[f"{kind}_peak_bytes"] = peak.above + self._bench.input_bytes
+            figure[f"{kind}_reserved_bytes"] = peak.reserved
         load = getattr(experts, "latest", None)
         if load is not None:
             figure["realised_receive_peak"] = int(highest(load.receive_peak))
-        peak, error = figure["both_peak_bytes"] / _GIB, max(figure["errors"].values())
-        self._say(f"{variant.name}: peak {peak:.3f} GiB, error {error:.1e}")
-
-    def _read(self, call: Callable[[], Outputs]) -> Memory | None:
-        try:
-            return self._probe.memory(call)
-        except torch.OutOfMemoryError:
-            return None
+        most, error = figure["both_peak_bytes"] / _GIB, max(figure["errors"].values())
+        self._say(f"{variant.name}: peak {most:.3f} GiB, error {error:.1e}")
 
     def _turn(self, variant: "Variant", figure: dict[str, Any], experts: Any, repeats: int) -> None:
         # Blocks that others left in the allocator fit nobody else, and asking for new ones while

@@ -12,6 +12,7 @@ from components.expert_dispatch.layer_plan import LayerPlan, PlanRule
 from components.expert_dispatch.partition import ChunkRule
 from components.expert_dispatch.profiles import RoutingProfile
 from tests.benchmarks.machine import Machine
+from tests.send_tables import send_table
 
 PAPER_EXPERTS = 128
 """Of a layer in arXiv 2609.14306, whose profiles are named after so many."""
@@ -149,7 +150,7 @@ def traffic(
     partition = rule.cut(shape.tokens)
     layer = LayerPlan(
         rank=0,
-        counts=partition.send_table(ids, experts).expand(ranks, -1, -1).contiguous(),
+        counts=send_table(partition, ids, experts).expand(ranks, -1, -1).contiguous(),
         partition=partition,
         # Nobody is fuller than ``ranks`` times the mean.
         rule=PlanRule(minimum_rows=shape.minimum_rows, threshold=1.0 if planned else ranks + 1.0),

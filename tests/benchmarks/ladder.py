@@ -23,6 +23,7 @@ from typing import Any
 from tests.benchmarks.training import (
     RESULTS,
     heading,
+    parsed,
     publish,
     run_training,
     settled_machine,
@@ -39,9 +40,7 @@ class Row:
 
 def main(arguments: Sequence[str]) -> int:
     """Run all cells, print and write the table. Returns 1 if no cell trained."""
-    own = list(arguments)
-    split = own.index("--") if "--" in own else len(own)
-    options, common = _parser().parse_args(own[:split]), own[split + 1 :]
+    options, common = parsed(_parser(), arguments)
     rows = make_rows(options.base or [], options.add or [])
     machine = settled_machine(options.device)
     stem = options.out / f"ladder_{options.name}_{machine.slug}"

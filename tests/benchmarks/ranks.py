@@ -1,12 +1,17 @@
-"""Ranks of one benchmark: how they start, and what they agree on."""
+"""Ranks of one benchmark: how they start, what they agree on, and what they say."""
 
 import os
+import shlex
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from tests.benchmarks.probes import Device
+from tests.benchmarks.probes import Device, Probe
 
 
 def start_ranks(device: Device, hang_seconds: int) -> None:
@@ -27,8 +32,62 @@ def start_ranks(device: Device, hang_seconds: int) -> None:
     )
 
 
+def command(module: str, arguments: Sequence[str]) -> str:
+    """What these ranks were started with: ``arguments`` of a module of this package."""
+    start = ["torchrun", "--standalone", "--nproc-per-node", str(dist.get_world_size())]
+    return shlex.join([*start, "-m", f"tests.benchmarks.{module}", *arguments])
+
+
 def highest(value: float) -> float:
     """The largest of all ranks'; asked over the hosts, whatever the devices are waiting for."""
     tensor = torch.tensor(float(value), dtype=torch.float64)
     dist.all_reduce(tensor, dist.ReduceOp.MAX)
     return float(tensor)
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Memory of one call.
+
+    Attributes:
+        above: bytes beyond what lay on the device before it, of the fullest rank.
+        reserved: bytes that the allocator held, of the rank where they were most; 0 on a CPU.
+    """
+
+    above: int
+    reserved: int
+
+
+def peak_of(probe: Probe, call: Callable[[], Any]) -> Peak | None:
+    """The peak of a call that all ranks make; None where it did not fit on one of them."""
+    try:
+        memory = probe.memory(call)
+    except torch.OutOfMemoryError:
+        memory = None
+    if highest(memory is None):
+        return None
+    assert memory is not None
+    before = memory.resident if probe.device == "cuda" else 0
+    return Peak(int(highest(memory.peak - before)), int(highest(memory.reserved or 0)))
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Time since the ranks began.
+
+    Attributes:
+        began: ``time.monotonic()`` then.
+        limit: seconds after which no round begins; None: none.
+    """
+
+    began: float
+    limit: float | None = None
+
+    def say(self, text: str) -> None:
+        """Print a line, on the first rank."""
+        if dist.get_rank() == 0:
+            print(f"[{time.monotonic() - self.began:5.1f} s] {text}", flush=True)
+
+    def expired(self) -> bool:
+        """Whether time is up on any rank. Collective."""
+        return self.limit is not None and highest(time.monotonic() - self.began) > self.limit

@@ -11,10 +11,10 @@ import math
 import torch
 
 from kernels.dsa.keys import selected_tokens
+from kernels.sparse_mla.inputs import Inputs
 from tests.benchmarks.case import Outputs, Runnable
 from tests.benchmarks.fetched import Fetched
 from tests.benchmarks.probes import Device
-from tests.unit.sparse_mla_support import Problem
 
 SIZE, SCALE = 4, 1 / 16
 EXAMPLE_FILES = ("sparse_mla_fwd.py", "utils.py")
@@ -24,7 +24,7 @@ _TAIL = 64
 _UNUSED_KEYS = 64
 
 
-def token_ids(inputs: Problem, multiple: int) -> tuple[torch.Tensor, torch.Tensor]:
+def token_ids(inputs: Inputs, multiple: int) -> tuple[torch.Tensor, torch.Tensor]:
     """int32 (T, slots) flat indices of keys, -1 where unused, slots a multiple; bool: used."""
     found, open_ = [], []
     for begin in range(0, len(inputs.pools), _ROWS):
@@ -37,7 +37,7 @@ def token_ids(inputs: Problem, multiple: int) -> tuple[torch.Tensor, torch.Tenso
     return torch.cat(found), torch.cat(open_)
 
 
-def compacted(inputs: Problem, multiple: int) -> tuple[torch.Tensor, torch.Tensor]:
+def compacted(inputs: Inputs, multiple: int) -> tuple[torch.Tensor, torch.Tensor]:
     """``token_ids`` with the used ones first, in the same order; int32 (T,) how many they are."""
     ids, used = token_ids(inputs, multiple)
     for rows, open_ in zip(ids.split(_ROWS), used.split(_ROWS), strict=True):
@@ -46,7 +46,7 @@ def compacted(inputs: Problem, multiple: int) -> tuple[torch.Tensor, torch.Tenso
     return ids, used.sum(1).int()
 
 
-def masked_ids(inputs: Problem, multiple: int) -> torch.Tensor:
+def masked_ids(inputs: Inputs, multiple: int) -> torch.Tensor:
     """``token_ids`` for a kernel that skips keys later than the query, but reads and adds to them.
 
     An unused slot points at one of ``_UNUSED_KEYS`` keys after the last: in bounds, and not all at
@@ -68,14 +68,14 @@ class Padded:
         ids: int32 (1, T, 1, slots).
     """
 
-    def __init__(self, inputs: Problem) -> None:
+    def __init__(self, inputs: Inputs) -> None:
         pad = torch.nn.functional.pad
         self.q = pad(inputs.q, (0, _TAIL)).unsqueeze(0)
         self.kv = pad(inputs.latent, (0, _TAIL, 0, _UNUSED_KEYS))[None, :, None]
         self.ids = masked_ids(inputs, 64)[None, :, None]
 
 
-def example_forward(inputs: Problem, device: Device, fetched: Fetched) -> Runnable:
+def example_forward(inputs: Inputs, device: Device, fetched: Fetched) -> Runnable:
     """TileLang's ``sparse_mla_fwd_interface``; its logarithms are to the base of 2."""
     forward = fetched.load("sparse_mla_fwd.py").sparse_mla_fwd_interface
     padded = Padded(inputs)
@@ -87,7 +87,7 @@ def example_forward(inputs: Problem, device: Device, fetched: Fetched) -> Runnab
     return Runnable(call=call)
 
 
-def example_backward(inputs: Problem, device: Device, fetched: Fetched) -> Runnable:
+def example_backward(inputs: Inputs, device: Device, fetched: Fetched) -> Runnable:
     """TileLang's ``sparse_mla_bwd``, after its own forward: gradients of keys in float32 atomics,
     handed out in bfloat16."""
     forward = fetched.load("sparse_mla_fwd.py").sparse_mla_fwd_interface
@@ -102,7 +102,7 @@ def example_backward(inputs: Problem, device: Device, fetched: Fetched) -> Runna
     return Runnable(call=call)
 
 
-def flash_mla(inputs: Problem, device: Device) -> Runnable:
+def flash_mla(inputs: Inputs, device: Device) -> Runnable:
     """FlashMLA's sparse prefill: 64 heads, 512 columns; natural logarithms."""
     from flash_mla import flash_mla_sparse_fwd
 
@@ -116,7 +116,7 @@ def flash_mla(inputs: Problem, device: Device) -> Runnable:
     return Runnable(call=call)
 
 
-def cudnn_backward(inputs: Problem, device: Device) -> Runnable:
+def cudnn_backward(inputs: Inputs, device: Device) -> Runnable:
     """The sparse backward of cuDNN's frontend (1.32), after the forward of ours; no sink."""
     from cudnn.deepseek_sparse_attention import sparse_attention_backward_wrapper
 

@@ -21,6 +21,7 @@ from typing import Any
 from tests.benchmarks.training import (
     RESULTS,
     heading,
+    parsed,
     publish,
     run_training,
     settled_machine,
@@ -34,9 +35,7 @@ SAME = 0.02
 
 def main(arguments: Sequence[str]) -> int:
     """Run all trainings, print and write the table. Returns 1 if one of them failed."""
-    own = list(arguments)
-    split = own.index("--") if "--" in own else len(own)
-    options, common = _parser().parse_args(own[:split]), own[split + 1 :]
+    options, common = parsed(_parser(), arguments)
     cases = [(ONE, 1, options.one.split())]
     for text in options.several:
         label, _, words = text.partition("=")

@@ -35,9 +35,7 @@ RESULTS = Path(__file__).parent / "results"
 
 def main(arguments: Sequence[str]) -> int:
     """Run all variants, print and write the table. Returns 1 if a variant failed."""
-    own = list(arguments)
-    common = own[own.index("--") + 1 :] if "--" in own else []
-    options = _parser().parse_args(own[: own.index("--")] if "--" in own else own)
+    options, common = parsed(_parser(), arguments)
     machine = settled_machine(options.device)
     variants = []
     for text in options.variant or ["default="]:
@@ -54,6 +52,15 @@ def main(arguments: Sequence[str]) -> int:
     }
     publish(options.out / f"training_{options.name}_{machine.slug}", record, _markdown(record))
     return int(any(variant["exit"] for variant in variants))
+
+
+def parsed(
+    parser: argparse.ArgumentParser, arguments: Sequence[str]
+) -> tuple[argparse.Namespace, list[str]]:
+    """Options before a "--"; after it, overrides of all trainings."""
+    own = list(arguments)
+    split = own.index("--") if "--" in own else len(own)
+    return parser.parse_args(own[:split]), own[split + 1 :]
 
 
 def settled_machine(device: str) -> Machine:

@@ -12,8 +12,6 @@ with nothing on the device but what the variant needs.
 
 import argparse
 import importlib.util
-import os
-import shlex
 import statistics
 import sys
 import time
@@ -37,9 +35,13 @@ from tests.benchmarks.cases.chunked_loss import IGNORED, Inputs
 from tests.benchmarks.cases.vocabulary_loss import CASE
 from tests.benchmarks.harness import relative_error
 from tests.benchmarks.probes import Device, Probe, make_probe
+from tests.benchmarks.ranks import Progress, command, highest, start_ranks
 from tests.benchmarks.training import RESULTS, heading, publish, settled_machine
 
 _GIB = 2**30
+
+HANG_SECONDS = 600
+"""After which ranks that wait for one that failed end as well."""
 
 
 class Operands:
@@ -166,27 +168,21 @@ def main(arguments: Sequence[str]) -> int:
     """One rank of the measurement; rank 0 prints and writes. Returns 1 if a result was wrong."""
     options = _parser().parse_args(arguments)
     device = resolve_device(options.device)
-    if device == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    own = torch.device(device, torch.cuda.current_device()) if device == "cuda" else None
-    dist.init_process_group("nccl" if device == "cuda" else "gloo", device_id=own)
+    start_ranks(device, HANG_SECONDS)
     try:
         size = CASE.sizes[options.size]
         machine = settled_machine(device)
         figures = measure(size, make_probe(device), options)
         record = {
             **heading("vocabulary_ring", options, arguments, [], machine),
-            "command": shlex.join(
-                ["torchrun", "--standalone", "--nproc-per-node", str(dist.get_world_size()),
-                 "-m", "tests.benchmarks.vocabulary_ring", *arguments]
-            ),
+            "command": command("vocabulary_ring", arguments),
             "ranks": dist.get_world_size(),
             "size": asdict(size),
             "ceilings": asdict(machine.ceilings),
             # As many products as if a rank had the head alone.
             "floor": asdict(chunked_loss.floor(size, machine)),
             "variants": figures,
-        }  # fmt: skip
+        }
         if dist.get_rank() == 0:
             stem = options.out / f"{options.name}_{record['ranks']}x{machine.slug}_{options.size}"
             publish(stem, record, markdown(record))
@@ -206,12 +202,7 @@ def measure(size: Size, probe: Probe, options: argparse.Namespace) -> list[dict[
     Returns:
         A record of each variant: ``reason`` says why it has no ``times_ms``.
     """
-    began = time.monotonic()
-
-    def say(text: str) -> None:
-        if dist.get_rank() == 0:
-            print(f"[{time.monotonic() - began:5.1f} s] {text}", flush=True)
-
+    say = Progress(time.monotonic()).say
     inputs, host_weight, total = _inputs(size, probe.device, options.seed)
     say("inputs drawn; comparing results")
     figures = [
@@ -230,7 +221,7 @@ def measure(size: Size, probe: Probe, options: argparse.Namespace) -> list[dict[
         own = Operands(inputs, host_weight, total)
         variant.call(own)  # what is loaded and compiled once is no part of the peak
         memory = probe.memory(partial(variant.call, own))
-        figure["peak_bytes"] = _highest(memory.peak)
+        figure["peak_bytes"] = int(highest(memory.peak))
         say(f"{variant.name}: peak {figure['peak_bytes'] / _GIB:.2f} GiB")
         del own
     shared = Operands(inputs, host_weight, total)
@@ -238,10 +229,12 @@ def measure(size: Size, probe: Probe, options: argparse.Namespace) -> list[dict[
         for variant, figure in alive:
             probe.flush()
             dist.barrier()
-            elapsed = _highest(probe.time_ms(partial(variant.call, shared)))
+            elapsed = highest(probe.time_ms(partial(variant.call, shared)))
             if turn >= 0:
                 figure["times_ms"].append(elapsed)
-        say(f"round {turn}: " + ", ".join(f"{f['times_ms'][-1:]}" for _, f in alive))
+        if turn >= 0:
+            times = (f"{figure['name']} {figure['times_ms'][-1]:.4g} ms" for _, figure in alive)
+            say(f"round {turn + 1} of {options.repeats}: {', '.join(times)}")
     return figures
 
 
@@ -282,17 +275,10 @@ def _gate(
             "dW": (of_shard if variant.dw == "shard" else own["dW"]) * factor,
         }
         for name, value in expected.items():
-            figure["errors"][name] = _highest(relative_error(outputs[name], value))
+            figure["errors"][name] = highest(relative_error(outputs[name], value))
         bad = [n for n, e in figure["errors"].items() if e > tolerance[n]]
         if bad:
             figure["reason"] = f"wrong: {', '.join(bad)}"
-
-
-def _highest(value: float) -> float:
-    """The largest of all ranks'."""
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return max(values)
 
 
 def markdown(record: dict[str, Any]) -> str:

@@ -16,6 +16,7 @@ from tests.benchmarks.context_parallel import measure, wrong
 from tests.benchmarks.context_report import LEAST_RATIO, markdown, projections_over_hidden
 from tests.benchmarks.context_shapes import MIXERS, SIZES
 from tests.benchmarks.fakes import QuickProbe, machine
+from tests.benchmarks.ranks import Progress
 from tests.distributed.spawn import run_ranks
 from tests.swaps import replaced
 
@@ -24,13 +25,13 @@ pytestmark = pytest.mark.distributed
 RANKS = 2
 
 
-def measured(**changes: Any) -> list[dict[str, Any]]:
+def measured(limit: float | None = None, **changes: Any) -> list[dict[str, Any]]:
     """The figures of every mixer."""
-    options = {"mixers": MIXERS, "layout": "zigzag", "repeats": 2, "warmup": 0, "seed": 0}
+    options = {"mixers": MIXERS, "without": [], "layout": "zigzag", "repeats": 2, "warmup": 0}
     figures: list[dict[str, Any]] = []
     measure(
-        SIZES["tiny"], QuickProbe(), machine(),
-        Namespace(**(options | {"time_limit": None} | changes)), time.monotonic(), figures.append,
+        SIZES["tiny"], QuickProbe(), machine(), Namespace(**(options | {"seed": 0} | changes)),
+        Progress(time.monotonic(), limit), figures.append,
     )  # fmt: skip
     return figures
 
@@ -68,7 +69,7 @@ def check_table(found: list[dict[str, Any]]) -> None:
 
 
 def check_left_out() -> None:
-    """What is wrong, sends more than it should, or has no time left."""
+    """What is wrong, sends more than it should, is not asked for, or has no time left."""
 
     def halved(module: Any, x: torch.Tensor, share: Any) -> torch.Tensor:
         return variants.KDA_METHODS["hidden"](module, x, share) / 2
@@ -79,11 +80,14 @@ def check_left_out() -> None:
         (figures,) = measured(mixers=["kda"], repeats=1)
     assert wrong(figures) and figures["variants"][1]["times_ms"] == []
     assert figures["variants"][1]["reason"].startswith("wrong: out, dx, ")
+    (figures,) = measured(mixers=["kda"], without=["projections", "state"], repeats=1)
+    assert [v["reason"] for v in figures["variants"]] == ["", "", "left out", "left out"]
+    assert not wrong(figures)
     mislabelled = replace(right[1], exchange="projections")
     with replaced(variants, "variants_of", lambda mixer: (right[0], mislabelled)):
         (figures,) = measured(mixers=["kda"], repeats=1)
     assert wrong(figures) and "the formula says" in figures["variants"][1]["reason"]
-    assert measured(time_limit=0.0) == []
+    assert measured(limit=0.0) == []
 
 
 def everything() -> None:

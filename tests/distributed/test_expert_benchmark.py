@@ -24,6 +24,7 @@ from tests.benchmarks.expert_report import of_profile
 from tests.benchmarks.expert_shapes import SIZES
 from tests.benchmarks.fakes import QuickProbe, machine
 from tests.benchmarks.published_llep import PublishedLlepExperts, published_llep
+from tests.benchmarks.ranks import Progress
 from tests.distributed.spawn import run_ranks
 from tests.unit.experts_support import EXPERTS, TOP_K, build, config_of, gradients, routing, rows
 
@@ -103,13 +104,14 @@ def recomputed(
     return {"x": x.grad, "weights": weights.grad, **named}
 
 
-def measured(**options: Any) -> dict[str, Any]:
+def measured(limit: float | None = None, **options: Any) -> dict[str, Any]:
     """The figures of a profile."""
     given = {"profiles": ["80/16"], "variants": None, "repeats": 3, "warmup": 1, "seed": 0}
-    given |= {"time_limit": None, "memory_limit": None}
+    given |= {"memory_limit": None}
     figures: list[dict[str, Any]] = []
     measure(
-        SIZES["tiny"], QuickProbe(), machine(), Namespace(**(given | options)), time.monotonic(),
+        SIZES["tiny"], QuickProbe(), machine(), Namespace(**(given | options)),
+        Progress(time.monotonic(), limit),
         figures.append,
     )  # fmt: skip
     return figures[0] if figures else {}
@@ -146,7 +148,7 @@ def check_left_out() -> None:
         variants.VARIANTS = original
     assert "out" in wrong["reason"] and wrong["reason"].startswith("wrong") and not wrong["both_ms"]
 
-    assert measured(time_limit=0.0) == {}
+    assert measured(limit=0.0) == {}
     with pytest.raises(ValueError, match="--variants quick: legal are standard"):
         measured(variants=["quick"])
     with pytest.raises(ValueError, match="80/200"):

@@ -7,6 +7,7 @@ from components.expert_dispatch.exchange import Placement, exchange
 from components.expert_dispatch.partition import ChunkRule
 from components.expert_dispatch.plan import plan
 from components.expert_dispatch.profiles import RoutingProfile
+from tests.send_tables import send_table
 
 pytestmark = [
     pytest.mark.gpu,
@@ -32,12 +33,12 @@ def test_places_and_splits_are_those_of_the_host_and_nobody_waits(profile: str) 
     try:
         placement = Placement.of(made, "cuda")
         holdings = [placement.holdings(ids, on_host, rank) for rank in range(RANKS)]
-        tables = [cut.send_table(placement.rank[h], RANKS) for h in holdings]
+        tables = [send_table(cut, placement.rank[h], RANKS) for h in holdings]
         drawn.expert_ids(TOKENS, TOP_K, EXPERTS, "cuda")
     finally:
         torch.cuda.set_sync_debug_mode(before)
     for rank in range(RANKS):
         mine = expected.holdings(ids.cpu(), on_host, rank)
         assert torch.equal(holdings[rank].cpu(), mine)
-        assert torch.equal(tables[rank].cpu(), cut.send_table(expected.rank[mine], RANKS))
+        assert torch.equal(tables[rank].cpu(), send_table(cut, expected.rank[mine], RANKS))
         assert torch.equal(tables[rank].sum(0).cpu(), splits[rank])

@@ -17,6 +17,7 @@ from components.models.glm_flash.trimmed import trim
 from components.titan.moe import force_balance
 from launch.config.groups import RECIPES
 from launch.config.load import load_recipe
+from tests.swaps import swap_parts
 
 pytestmark = [
     pytest.mark.gpu,
@@ -40,9 +41,8 @@ def settings() -> GlmFlashModel:
 def with_fla(config: GlmFlashBlock.Config) -> GlmFlashBlock.Config:
     from components.models.glm_flash.fla_kernels import fla_kda, fla_short_conv
 
-    for target, swap in ((KdaCore.Config, fla_kda), (ShortConv.Config, fla_short_conv)):
-        for _, part, parent, attribute in list(config.traverse(target)):
-            setattr(parent, attribute, swap(part))
+    swap_parts(config, KdaCore.Config, fla_kda)
+    swap_parts(config, ShortConv.Config, fla_short_conv)
     return config
 
 

@@ -34,6 +34,7 @@ from kernels.norms import (
 )
 from kernels.precision import linear_accumulate, linear_accumulate_reference
 from kernels.swiglu import clamped_swiglu, clamped_swiglu_reference
+from tests.swaps import swap_parts
 
 pytestmark = [
     pytest.mark.gpu,
@@ -204,9 +205,8 @@ def build(index: int, sites: tuple[str, ...], dtype: torch.dtype = LOW) -> nn.Mo
     config = settings().build_spec().model.layers[index]
     if sites:
         trim(config, *sites)
-    for target, swap in ((KdaCore.Config, fla_kda), (ShortConv.Config, fla_short_conv)):
-        for _, part, parent, attribute in list(config.traverse(target)):
-            setattr(parent, attribute, swap(part))
+    swap_parts(config, KdaCore.Config, fla_kda)
+    swap_parts(config, ShortConv.Config, fla_short_conv)
     if config.moe is not None:
         # Chosen experts would differ where rounding does; forced ones compare the arithmetic.
         force_balance(config.moe.router, True)

@@ -13,11 +13,11 @@ import torchtitan.tools.utils
 from kernels.dsa.keys import selected_tokens
 from kernels.sparse_mla import naive, tuned
 from kernels.sparse_mla.bench import OnGpu
+from kernels.sparse_mla.inputs import Inputs, draw_inputs, spread_pools
 from kernels.sparse_mla.tilelang_backward import backward
 from kernels.sparse_mla.tilelang_forward import forward
 from kernels.sparse_mla.tune import GLM, Plan
 from kernels.sparse_mla.walk import Walk
-from tests.unit.sparse_mla_support import Problem, problem, spread_pools
 
 pytestmark = [
     pytest.mark.gpu,
@@ -38,7 +38,7 @@ WALKS = [Walk(in_phase=True), Walk(range_tokens=333), Walk(range_tokens=10**6), 
 walks = pytest.mark.parametrize("walk", WALKS, ids=str)
 
 
-def kernels(p: Problem, variant: str, scatter: str | None, **more: Any) -> list[torch.Tensor]:
+def kernels(p: Inputs, variant: str, scatter: str | None, **more: Any) -> list[torch.Tensor]:
     """What ``NAMES`` lists; the gradient of the latent is added to ones."""
     settings = SETTINGS | more
     only_backward = {key: settings.pop(key) for key in ("deterministic", "walk") if key in settings}
@@ -52,7 +52,7 @@ def kernels(p: Problem, variant: str, scatter: str | None, **more: Any) -> list[
     return [out, lse, dq, dlatent - 1, mass]
 
 
-def twin(p: Problem, **more: Any) -> list[torch.Tensor]:
+def twin(p: Inputs, **more: Any) -> list[torch.Tensor]:
     settings = SETTINGS | more
     return [
         *naive.forward_reference(*p[:5], **settings),
@@ -60,7 +60,7 @@ def twin(p: Problem, **more: Any) -> list[torch.Tensor]:
     ]
 
 
-def assert_as_good_as_bfloat16(found: list[torch.Tensor], p: Problem, **more: Any) -> None:
+def assert_as_good_as_bfloat16(found: list[torch.Tensor], p: Inputs, **more: Any) -> None:
     exact, low = twin(p.cast(torch.float32), **more), twin(p, upcast=False, **more)
     for name, tensor, right, rough in zip(NAMES, found, exact, low, strict=True):
         # Neither form has a logarithm of nothing; everywhere else it is finite.
@@ -75,14 +75,14 @@ def assert_as_good_as_bfloat16(found: list[torch.Tensor], p: Problem, **more: An
 @forms
 @pytest.mark.parametrize("lengths", [RAGGED, (5,), (1,), (4,), (2051,), (2500,)], ids=str)
 def test_kernels_equal_the_twin(variant: str, scatter: str, lengths: tuple[int, ...]) -> None:
-    p = problem(lengths, device="cuda", seed=sum(lengths))
+    p = draw_inputs(lengths, device="cuda", seed=sum(lengths))
     assert_as_good_as_bfloat16(kernels(p, variant, scatter), p)
 
 
 @forms
 def test_sixteen_seeds_with_queries_that_lost_their_pools(variant: str, scatter: str) -> None:
     for seed in range(16):
-        p = problem((*SHORT, 400), count=48, device="cuda", seed=seed, drop=0.2)
+        p = draw_inputs((*SHORT, 400), count=48, device="cuda", seed=seed, drop=0.2)
         assert_as_good_as_bfloat16(kernels(p, variant, scatter), p)
 
 
@@ -93,20 +93,20 @@ def test_walks_equal_the_twin(scatter: str, walk: Walk, monkeypatch: pytest.Monk
     # Several groups of queries in the ranges.
     monkeypatch.setattr("kernels.sparse_mla.tilelang_backward.DQ_BYTES", 64 * 2**20)
     for lengths in (RAGGED, (1,), (5,), (2500,)):
-        p = problem(lengths, device="cuda", seed=sum(lengths))
+        p = draw_inputs(lengths, device="cuda", seed=sum(lengths))
         assert_as_good_as_bfloat16(kernels(p, "split", scatter, walk=walk), p)
 
 
 @walks
 def test_walks_with_queries_that_lost_their_pools(walk: Walk) -> None:
     for seed in range(8):
-        p = problem((*SHORT, 400), count=48, device="cuda", seed=seed, drop=0.2)
+        p = draw_inputs((*SHORT, 400), count=48, device="cuda", seed=seed, drop=0.2)
         assert_as_good_as_bfloat16(kernels(p, "split", "quads", walk=walk), p)
 
 
 @walks
 def test_walks_have_the_probabilities_of_the_plain_one_bit_for_bit(walk: Walk) -> None:
-    p = problem(RAGGED, count=64, device="cuda")
+    p = draw_inputs(RAGGED, count=64, device="cuda")
     plain = kernels(p, "split", "quads", walk=Walk())
     assert torch.equal(kernels(p, "split", "quads", walk=walk)[4], plain[4])
 
@@ -115,7 +115,7 @@ def test_walks_have_the_probabilities_of_the_plain_one_bit_for_bit(walk: Walk) -
     ("heads", "width", "size"), [(64, 512, 1), (128, 512, 4), (64, 256, 2), (64, 512, 16)]
 )
 def test_walks_of_other_shapes(heads: int, width: int, size: int) -> None:
-    p = problem(RAGGED, heads=heads, width=width, size=size, count=100, device="cuda")
+    p = draw_inputs(RAGGED, heads=heads, width=width, size=size, count=100, device="cuda")
     assert_as_good_as_bfloat16(kernels(p, "split", None, size=size, walk=BOTH), p, size=size)
 
 
@@ -124,7 +124,9 @@ def test_walks_of_other_shapes(heads: int, width: int, size: int) -> None:
     [(64, 512, 64, 4), (64, 512, 64, 1), (128, 512, 0, 4), (64, 256, 0, 2), (64, 512, 0, 16)],
 )
 def test_other_shapes(heads: int, width: int, tail: int, size: int) -> None:
-    p = problem(RAGGED, heads=heads, width=width, tail=tail, size=size, count=100, device="cuda")
+    p = draw_inputs(
+        RAGGED, heads=heads, width=width, tail=tail, size=size, count=100, device="cuda"
+    )
     variant = "simple" if tail else "split"
     more = {"size": size, "tail": tail}
     assert_as_good_as_bfloat16(kernels(p, variant, None, **more), p, **more)
@@ -132,7 +134,7 @@ def test_other_shapes(heads: int, width: int, tail: int, size: int) -> None:
 
 @forms
 def test_rows_without_keys(variant: str, scatter: str) -> None:
-    p = problem((64,), count=4, device="cuda")
+    p = draw_inputs((64,), count=4, device="cuda")
     p.pools.fill_(-1)
     out, lse, dq, dlatent, mass = kernels(p, variant, scatter)
     without = torch.arange(3, 64, 4, device="cuda")
@@ -142,7 +144,7 @@ def test_rows_without_keys(variant: str, scatter: str) -> None:
 
 @forms
 def test_nothing_unused_is_read_or_written(variant: str, scatter: str) -> None:
-    whole = problem((4096,), count=32, device="cuda")
+    whole = draw_inputs((4096,), count=32, device="cuda")
     p = whole.rows(slice(4000, 4090))
     tokens, used = selected_tokens(p.pools, p.position, p.start, 4)
     kept = torch.zeros(len(p.latent), dtype=torch.bool, device="cuda")
@@ -159,7 +161,7 @@ def test_nothing_unused_is_read_or_written(variant: str, scatter: str) -> None:
 
 @forms
 def test_part_of_the_queries_is_the_same_bit_for_bit(variant: str, scatter: str) -> None:
-    p = problem(RAGGED, count=64, device="cuda")
+    p = draw_inputs(RAGGED, count=64, device="cuda")
     whole = kernels(p, variant, scatter)
     some = slice(700, 901)
     part = kernels(p.rows(some), variant, scatter)
@@ -172,7 +174,7 @@ def test_deterministic_mode_repeats_bit_for_bit(
     variant: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kernels.sparse_mla.tilelang_backward.STORE_BYTES", 200 * 2**20)
-    p = problem((700, 33, 5), count=64, device="cuda")
+    p = draw_inputs((700, 33, 5), count=64, device="cuda")
     first = kernels(p, variant, None, deterministic=True)
     assert_as_good_as_bfloat16(first, p)
     for _ in range(2):
@@ -181,7 +183,7 @@ def test_deterministic_mode_repeats_bit_for_bit(
             assert torch.equal(a, b), name
 
 
-def far_queries(tokens: int, queries: int, count: int) -> Problem:
+def far_queries(tokens: int, queries: int, count: int) -> Inputs:
     """The last queries of one document of so many tokens."""
     random = torch.Generator(device="cuda").manual_seed(0)
     position = torch.arange(tokens - queries, tokens, device="cuda")
@@ -190,7 +192,7 @@ def far_queries(tokens: int, queries: int, count: int) -> Problem:
         out = torch.empty(*shape, device="cuda", dtype=torch.bfloat16)
         return out.normal_(generator=random)
 
-    return Problem(
+    return Inputs(
         draw(queries, 64, 512),
         draw(tokens, 512),
         spread_pools(position, count, 4, random),

@@ -16,6 +16,7 @@ from components.recompute.policy import LayerRecomputePolicy
 from components.recompute.tape import choice, sublayer
 from components.titan.attention import sdpa
 from components.titan.router import keep_choices
+from tests.swaps import swap_parts
 from tests.unit.models_support import tiny_glm, tiny_moe
 
 LENGTHS = (21, 40, 11)
@@ -43,8 +44,7 @@ def build(name: str, change: Callable[[Any], None] | None = None, **settings: An
     decoder = MODELS[name]().build_spec().model
     # torchtitan's debug models have more; a test need not pay for them.
     decoder.layers = decoder.layers[:DEPTH]
-    for _, config, parent, attribute in list(decoder.traverse(FlexAttention.Config)):
-        setattr(parent, attribute, sdpa(config))
+    swap_parts(decoder, FlexAttention.Config, sdpa)
     for _, config, parent, attribute in list(decoder.traverse(TokenChoiceTopKRouter.Config)):
         if type(config) is TokenChoiceTopKRouter.Config:
             setattr(parent, attribute, keep_choices(config))

@@ -27,6 +27,7 @@ from kernels.backends.ops import HYPER_CONNECTIONS
 from kernels.hyper_connections import fused, naive, op
 from kernels.hyper_connections.merge import merge_reference
 from kernels.hyper_connections.naive import Constants
+from tests.swaps import swap_parts
 from tests.training import losses, small_overrides, train, write_corpus
 from tests.unit.kernel_support import draw
 from tests.unit.models_support import tiny_glm
@@ -127,8 +128,7 @@ def build(*sites: str, kernels: bool) -> nn.Module:
     if sites:
         trim(config, *sites)
     if kernels:
-        for _, part, parent, attribute in list(config.traverse(HyperConnection.Config)):
-            setattr(parent, attribute, triton_hyper_connections(part))
+        swap_parts(config, HyperConnection.Config, triton_hyper_connections)
     model = config.build()
     torch.manual_seed(3)
     model.init_states()

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -28,7 +29,6 @@ from components.models.glm_flash.mla import SparseMLA
 from components.models.glm_flash.saved_bytes import (
     Form,
     boundary_bytes,
-    kept_every,
     saved_bytes,
 )
 from components.models.glm_flash.settings import GlmFlashModel
@@ -40,7 +40,7 @@ from kernels.dsa import absorbed, select
 from kernels.hyper_connections import merge
 from launch.config.groups import RECIPES
 from launch.config.load import load_recipe
-from tests.swaps import counted
+from tests.swaps import counted, swap_parts
 from tests.unit.models_support import tiny_glm
 
 CUTS = {
@@ -70,8 +70,7 @@ def build(
     if more:
         config.layers = [rebuilding(layer) for layer in config.layers]
     if fused:
-        for _, part, parent, attribute in list(config.traverse(HyperConnection.Config)):
-            setattr(parent, attribute, triton_hyper_connections(part))
+        swap_parts(config, HyperConnection.Config, triton_hyper_connections)
     if piece:
         for target, cut in CUTS.items():
             for name, part, parent, attribute in list(config.traverse(target)):
@@ -79,8 +78,7 @@ def build(
                     setattr(parent, attribute, cut(part, chunk_tokens=piece))
     if experts:
         given = {"chunk_tokens": experts, "max_chunks": 64, "membership": "strided"}
-        for _, part, parent, attribute in list(config.traverse(RoutedExperts.Config)):
-            setattr(parent, attribute, chunked_experts(part, **given))
+        swap_parts(config, RoutedExperts.Config, partial(chunked_experts, **given))
     model = config.build()
     model.init_states()
     for module in model.modules():
@@ -208,15 +206,6 @@ def test_all_layers_of_the_published_model(sites, total):
     form = Form(itemsize=2, trimmed=frozenset(sites), fla=True, fused_norm=True)
     layers = (saved_bytes(model, index, tokens, form) for index in range(model.n_layers))
     assert round(sum(sum(parts.values()) for parts in layers) / tokens) == total
-
-
-@pytest.mark.parametrize(
-    ("every", "kept", "more"), [(1, 1_474_560, 0), (5, 294_912, 131_072), (7, 229_376, 196_608)]
-)
-def test_recomputation_keeps_hidden_states_alone(every, kept, more):
-    form = Form(itemsize=2)
-    assert kept_every(GlmFlashModel(), every, 1, form) == (kept, more)
-    assert boundary_bytes(GlmFlashModel(), 1, form) == 32_768
 
 
 class _Peak(TorchDispatchMode):

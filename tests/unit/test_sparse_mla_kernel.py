@@ -9,17 +9,17 @@ import torch
 from kernels.dsa.keys import selected_tokens
 from kernels.dsa.naive import token_mask
 from kernels.sparse_mla import naive, tuned
+from kernels.sparse_mla.inputs import Inputs, draw_inputs
 from kernels.sparse_mla.plan import row_plan, slot_tokens
 from kernels.sparse_mla.shape import TILE, Shape, check
 from kernels.sparse_mla.tilelang_backward import backward
 from kernels.sparse_mla.tilelang_forward import forward
-from tests.unit.sparse_mla_support import Problem, problem
 
 LENGTHS = (1, 2, 3, 4, 5, 17, 40)
 SCALE = 0.25
 
 
-def dense(p: Problem, size: int, tail: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def dense(p: Inputs, size: int, tail: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Output, logarithms of sums and probabilities (Q, H, T) from a mask over all tokens."""
     mask = token_mask(p.pools, p.position, p.start, size)
     logits = torch.einsum("qhd,kd->qhk", p.q, p.latent) * SCALE
@@ -31,7 +31,7 @@ def dense(p: Problem, size: int, tail: int) -> tuple[torch.Tensor, torch.Tensor,
 
 @pytest.mark.parametrize(("size", "tail"), [(4, 0), (4, 3), (1, 0), (3, 2)])
 def test_twin_equals_the_dense_definition_in_float64(size: int, tail: int) -> None:
-    p = problem(
+    p = draw_inputs(
         LENGTHS, heads=2, width=5, tail=tail, count=4, size=size, dtype=torch.float64, drop=0.2
     )
     q, latent = p.q.requires_grad_(), p.latent.requires_grad_()
@@ -51,7 +51,7 @@ def test_twin_equals_the_dense_definition_in_float64(size: int, tail: int) -> No
 
 
 def test_a_query_without_keys_has_zeros_and_no_gradient() -> None:
-    p = problem((8,), heads=2, width=4, count=2, dtype=torch.float64)
+    p = draw_inputs((8,), heads=2, width=4, count=2, dtype=torch.float64)
     p.pools.fill_(-1)
     out, lse = naive.forward_reference(*p[:5], size=4, scale=SCALE)
     dq, dlatent, mass = naive.backward_reference(*p, size=4, scale=SCALE)
@@ -62,7 +62,7 @@ def test_a_query_without_keys_has_zeros_and_no_gradient() -> None:
 
 
 def test_twin_in_chunks_equals_the_twin_in_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    p = problem((40,), heads=2, width=4, count=3, dtype=torch.float64)
+    p = draw_inputs((40,), heads=2, width=4, count=3, dtype=torch.float64)
     whole = naive.backward_reference(*p, size=4, scale=SCALE)
     monkeypatch.setattr(naive, "_CHUNK_BYTES", 1)
     parts = naive.backward_reference(*p, size=4, scale=SCALE)
@@ -70,7 +70,7 @@ def test_twin_in_chunks_equals_the_twin_in_one(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_twin_reads_nothing_of_what_is_not_selected() -> None:
-    p = problem((64,), heads=2, width=4, count=2, dtype=torch.float64)
+    p = draw_inputs((64,), heads=2, width=4, count=2, dtype=torch.float64)
     clean = naive.forward_reference(*p[:5], size=4, scale=SCALE)[0]
     tokens, used = selected_tokens(p.pools[60:], p.position[60:], p.start[60:], 4)
     poisoned = torch.full_like(p.latent, float("nan"))
@@ -83,7 +83,7 @@ def test_twin_reads_nothing_of_what_is_not_selected() -> None:
 
 @pytest.mark.parametrize("size", [1, 4])
 def test_plan_walks_through_the_selected_tokens(size: int) -> None:
-    p = problem(LENGTHS, heads=1, width=1, count=5, size=size, drop=0.3)
+    p = draw_inputs(LENGTHS, heads=1, width=1, count=5, size=size, drop=0.3)
     tokens, used = selected_tokens(p.pools, p.position, p.start, size)
     slots = slot_tokens(row_plan(p.pools, p.position, p.start, size), p.pools, size, TILE)
     for row in range(len(tokens)):
@@ -101,8 +101,8 @@ def test_plan_of_positions_beyond_two_to_the_eighteen() -> None:
 
 
 def bad(**changes: Any) -> dict[str, Any]:
-    p = problem((4,), heads=64, width=256, count=1)
-    given: dict[str, Any] = dict(zip(Problem._fields[:5], p[:5], strict=True))
+    p = draw_inputs((4,), heads=64, width=256, count=1)
+    given: dict[str, Any] = dict(zip(Inputs._fields[:5], p[:5], strict=True))
     return given | {"size": 4, "scale": 1.0, "tail": 0} | changes
 
 
@@ -127,7 +127,7 @@ def test_what_the_kernels_do_not_take_is_named(changes: dict[str, Any], words: s
 
 
 def test_a_missing_gpu_is_named() -> None:
-    p = problem((4,), heads=64, width=256, count=1)
+    p = draw_inputs((4,), heads=64, width=256, count=1)
     with pytest.raises(RuntimeError, match="tensors are on cpu, .* the torch backend runs"):
         forward(*p[:5], size=4, scale=1.0)
     out, lse = naive.forward_reference(*p[:5], size=4, scale=1.0)

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from kernels.sparse_mla import bench, naive, tune, tuned
-from kernels.sparse_mla.bench import OnGpu, make
+from kernels.sparse_mla.bench import OnGpu
+from kernels.sparse_mla.inputs import draw_inputs
 from kernels.sparse_mla.shape import Shape
 from kernels.sparse_mla.tune import DEEPSEEK, GLM, Plan, plans
 
@@ -137,8 +138,7 @@ def test_tuning_without_a_gpu_says_so(
 
 @pytest.mark.parametrize("size", [1, 4])
 def test_inputs_have_complete_pools_in_order(size: int) -> None:
-    shape = Shape(heads=1, width=4, tail=2, size=size, scale=1.0)
-    made = make(shape, (1, 2, 5, 40), torch.device("cpu"))
+    made = draw_inputs((1, 2, 5, 40), heads=1, width=4, tail=2, size=size, count=40)
     for row, position in zip(made.pools.tolist(), made.position.tolist(), strict=True):
         ids = [i for i in row if i >= 0]
         assert ids == sorted(set(ids)) and row[len(ids) :] == [-1] * (len(row) - len(ids))

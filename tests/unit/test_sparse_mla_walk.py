@@ -6,20 +6,20 @@ import pytest
 import torch
 
 from kernels.sparse_mla import naive, tuned
+from kernels.sparse_mla.inputs import Inputs, draw_inputs
 from kernels.sparse_mla.plan import row_plan, slot_tokens
 from kernels.sparse_mla.shape import TILE
 from kernels.sparse_mla.tilelang_backward import backward
 from kernels.sparse_mla.walk import Walk, launch, range_tiles
-from tests.unit.sparse_mla_support import Problem, problem
 
 SCALE = 0.25
 LENGTHS = (1, 2, 3, 5, 63, 65, 150, 17)
 TOKENS = sum(LENGTHS)
 
 
-def ragged(size: int, **more: Any) -> Problem:
+def ragged(size: int, **more: Any) -> Inputs:
     """Documents of few tokens and many; some queries have no pools or no keys at all."""
-    return problem(LENGTHS, heads=2, width=4, count=40, size=size, drop=0.1, **more)
+    return draw_inputs(LENGTHS, heads=2, width=4, count=40, size=size, drop=0.1, **more)
 
 
 class Partial:
@@ -141,7 +141,7 @@ def test_few_keys_are_walked_through_in_order() -> None:
 def test_walks_that_are_not_legal_are_named() -> None:
     with pytest.raises(ValueError, match="range_tokens=-1, legal: 0 or more"):
         Walk(range_tokens=-1)
-    p = problem((4,), heads=64, width=256, count=1)
+    p = draw_inputs((4,), heads=64, width=256, count=1)
     out, lse = naive.forward_reference(*p[:5], size=4, scale=1.0)
     given = (*p[:5], out, lse, p.grad, torch.zeros(p.latent.shape))
     more: dict[str, Any]

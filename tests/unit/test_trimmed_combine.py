@@ -22,6 +22,7 @@ from kernels import row_blocks
 from kernels.combine import rounded_sum, weighted_sum
 from launch.config.groups import RECIPES
 from launch.config.load import load_recipe
+from tests.swaps import swap_parts
 from tests.training import small_overrides, train, write_corpus
 from tests.unit.recompute_support import build, step
 from tests.unit.test_sublayer_chunking import first_gradients
@@ -191,8 +192,7 @@ def test_where_nothing_sums_as_torchtitan_does_there_is_no_site(name):
 @pytest.mark.parametrize("name", ["moe", pytest.param("gpt_oss", marks=pytest.mark.slow)])
 def test_a_bfloat16_model_computes_the_same_bits_and_gradients_within_rounding(name):
     def keep_all(decoder: Any) -> None:
-        for _, config, parent, attribute in list(decoder.traverse(AllToAllTokenDispatcher.Config)):
-            setattr(parent, attribute, keep_outputs(config))
+        swap_parts(decoder, AllToAllTokenDispatcher.Config, keep_outputs)
 
     plain, trimmed = (step(build(name, change).to(torch.bfloat16)) for change in (None, keep_all))
     assert torch.equal(trimmed["loss 0"], plain["loss 0"])

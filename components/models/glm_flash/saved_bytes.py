@@ -138,16 +138,6 @@ def boundary_bytes(model: "GlmFlashModel", tokens: int, form: Form) -> int:
     return tokens * model.hc_mult * model.dim * form.itemsize
 
 
-def kept_every(model: "GlmFlashModel", every: int, tokens: int, form: Form) -> tuple[int, int]:
-    """What recomputation in segments of ``every`` layers keeps.
-
-    Returns:
-        Bytes between forward and backward, and bytes more while one segment is differentiated.
-    """
-    boundary = boundary_bytes(model, tokens, form)
-    return -(-model.n_layers // every) * boundary, (every - 1) * boundary
-
-
 def _site(model: "GlmFlashModel", tokens: int, form: Form) -> int:
     n, e = model.hc_mult, form.itemsize
     m, width = n * n + 2 * n, n * model.dim

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from kernels.sparse_mla import naive
+from kernels.sparse_mla.inputs import Inputs, draw_inputs
 from tests.benchmarks import sparse_mla_peers as peers
 from tests.benchmarks.case import Case, Outputs, Runnable, Size, Stage, Variant
 from tests.benchmarks.machine import Floor, Machine, roofline
 from tests.benchmarks.probes import Device
-from tests.unit.sparse_mla_support import Problem, problem
 
 SETTINGS: dict[str, Any] = {"size": peers.SIZE, "scale": peers.SCALE}
 GATE_TOKENS = 2560
@@ -32,13 +32,13 @@ SIZES = {
 }
 
 
-def make_inputs(size: Size, device: Device, seed: int, stage: Stage) -> Problem:
+def make_inputs(size: Size, device: Device, seed: int, stage: Stage) -> Inputs:
     """Random inputs; several documents, short ones too, at the gate."""
     t, h, d, count = (size.shape[key] for key in "THDP")
     if stage == "gate":
         t = min(t, GATE_TOKENS)
     lengths = (t,) if stage == "timing" else (1, 2, 3, 4, 5, t // 8, t - t // 8 - 15)
-    return problem(
+    return draw_inputs(
         lengths,
         heads=h,
         width=d,
@@ -56,7 +56,7 @@ def used_keys(t: int, count: int) -> int:
     return int((seen // size).clamp(max=count).mul(size).add(seen % size).sum())
 
 
-def reference(inputs: Problem) -> Outputs:
+def reference(inputs: Inputs) -> Outputs:
     """Float64 for short inputs, else float32."""
     short = inputs.q.numel() < 2**20
     wide = inputs.cast(torch.float64 if short else torch.float32)
@@ -84,7 +84,7 @@ def floor(size: Size, machine: Machine) -> Floor:
     )
 
 
-def _ours(inputs: Problem, device: Device, *, variant: str) -> Runnable:
+def _ours(inputs: Inputs, device: Device, *, variant: str) -> Runnable:
     from kernels.sparse_mla.tilelang_forward import forward
 
     def call() -> Outputs:
@@ -100,7 +100,7 @@ def too_long(size: Size) -> str:
     return f"left out, minutes per call at {queries} queries" if queries > 40_000 else ""
 
 
-def _plain(inputs: Problem, device: Device) -> Runnable:
+def _plain(inputs: Inputs, device: Device) -> Runnable:
     def call() -> Outputs:
         out, lse = naive.forward_reference(*inputs[:5], upcast=False, **SETTINGS)
         return {"out": out, "lse": lse}

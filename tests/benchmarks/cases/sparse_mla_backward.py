@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from kernels.sparse_mla import naive
+from kernels.sparse_mla.inputs import Inputs
 from kernels.sparse_mla.walk import Walk
 from tests.benchmarks import sparse_mla_peers as peers
 from tests.benchmarks.case import Case, Outputs, Runnable, Size, Variant
@@ -26,10 +27,9 @@ from tests.benchmarks.cases.sparse_mla import (
 )
 from tests.benchmarks.machine import Floor, Machine, roofline
 from tests.benchmarks.probes import Device
-from tests.unit.sparse_mla_support import Problem
 
 
-def reference(inputs: Problem) -> Outputs:
+def reference(inputs: Inputs) -> Outputs:
     """Float64 for short inputs, else float32."""
     short = inputs.q.numel() < 2**20
     wide = inputs.cast(torch.float64 if short else torch.float32)
@@ -57,7 +57,7 @@ def floor(size: Size, machine: Machine) -> Floor:
     )
 
 
-def _ours(inputs: Problem, device: Device, **settings: Any) -> Runnable:
+def _ours(inputs: Inputs, device: Device, **settings: Any) -> Runnable:
     from kernels.sparse_mla.tilelang_backward import backward
     from kernels.sparse_mla.tilelang_forward import forward
 
@@ -71,7 +71,7 @@ def _ours(inputs: Problem, device: Device, **settings: Any) -> Runnable:
     return Runnable(call=call)
 
 
-def _plain(inputs: Problem, device: Device) -> Runnable:
+def _plain(inputs: Inputs, device: Device) -> Runnable:
     def call() -> Outputs:
         dq, dlatent, _ = naive.backward_reference(*inputs, upcast=False, **SETTINGS)
         return {"dq": dq, "dlatent": dlatent}

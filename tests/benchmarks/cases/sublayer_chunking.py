@@ -33,6 +33,7 @@ from components.recompute.layer import RecomputedLayer
 from tests.benchmarks.case import Case, Outputs, Runnable, Size, Stage, Variant
 from tests.benchmarks.machine import Floor, Machine, roofline
 from tests.benchmarks.probes import Device
+from tests.swaps import swap_parts
 
 KINDS = ("kda", "dsa", "dense", "moe")
 _LAYER = {"kda": 0, "dsa": 3, "dense": 0, "moe": 3}
@@ -94,9 +95,8 @@ def _build(inputs: Inputs, chunk_tokens: int | None, dtype: torch.dtype) -> nn.M
     if chunk_tokens is not None:
         config = _CHUNKED[_kind(inputs.size)](config, chunk_tokens=chunk_tokens)
     if inputs.device == "cuda" and dtype != torch.float64:
-        for target, swap in ((KdaCore.Config, fla_kda), (ShortConv.Config, fla_short_conv)):
-            for _, inner, parent, attribute in list(config.traverse(target)):
-                setattr(parent, attribute, swap(inner))
+        swap_parts(config, KdaCore.Config, fla_kda)
+        swap_parts(config, ShortConv.Config, fla_short_conv)
     with torch.device(inputs.device):
         part = config.build()
     # Buffers, such as the router's bias, stay as they are built.
@@ -108,11 +108,11 @@ def _build(inputs: Inputs, chunk_tokens: int | None, dtype: torch.dtype) -> nn.M
     for name, parameter in part.named_parameters():
         parameter.requires_grad_("indexer" not in name)
     if inputs.pools is not None:
-        part.indexer.choose = partial(_given, inputs.pools)
+        part.indexer.choose = partial(given_pools, inputs.pools)
     return part
 
 
-def _given(
+def given_pools(
     pools: torch.Tensor, inputs: IndexerInputs, documents: Documents, begin: int = 0
 ) -> torch.Tensor:
     """In place of ``Indexer.choose``: other precisions would choose other pools."""

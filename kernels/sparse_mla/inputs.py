@@ -1,4 +1,4 @@
-"""Inputs of the sparse attention kernels: packed documents, random pools, gradients."""
+"""Inputs to check and time the kernels on: packed documents, random pools, gradients."""
 
 from typing import NamedTuple
 
@@ -7,7 +7,7 @@ import torch
 from kernels.packed import bounds
 
 
-class Problem(NamedTuple):
+class Inputs(NamedTuple):
     """Arguments in the order of ``kernels.sparse_mla.naive.backward_reference``."""
 
     q: torch.Tensor
@@ -17,14 +17,14 @@ class Problem(NamedTuple):
     start: torch.Tensor
     grad: torch.Tensor
 
-    def rows(self, some: slice) -> "Problem":
+    def rows(self, some: slice) -> "Inputs":
         """The same keys, some of the queries."""
         q, latent, pools, position, start, grad = self
-        return Problem(q[some], latent, pools[some], position[some], start[some], grad[some])
+        return Inputs(q[some], latent, pools[some], position[some], start[some], grad[some])
 
-    def cast(self, dtype: torch.dtype) -> "Problem":
+    def cast(self, dtype: torch.dtype) -> "Inputs":
         q, latent, pools, position, start, grad = self
-        return Problem(q.to(dtype), latent.to(dtype), pools, position, start, grad.to(dtype))
+        return Inputs(q.to(dtype), latent.to(dtype), pools, position, start, grad.to(dtype))
 
 
 def packed_positions(lengths: tuple[int, ...], device: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -49,7 +49,7 @@ def spread_pools(
     return chosen.int()
 
 
-def problem(
+def draw_inputs(
     lengths: tuple[int, ...],
     *,
     heads: int = 64,
@@ -61,11 +61,14 @@ def problem(
     dtype: torch.dtype = torch.bfloat16,
     device: str = "cpu",
     drop: float = 0.0,
-) -> Problem:
-    """One query per token of the documents.
+) -> Inputs:
+    """Random inputs, one query per token of the documents.
 
     Args:
-        drop: share of the queries that lose all pools, a few of them their tail too.
+        lengths: tokens of the documents.
+        heads, width, tail, size: see ``kernels.sparse_mla.shape.Shape``.
+        count: pools per query, at most.
+        drop: share of the queries that lose all pools.
     """
     random = torch.Generator(device=device).manual_seed(seed)
     position, start = packed_positions(lengths, device)
@@ -77,7 +80,7 @@ def problem(
     def draw(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=random, device=device).to(dtype)
 
-    return Problem(
+    return Inputs(
         draw(tokens, heads, width + tail),
         draw(tokens, width + tail),
         pools,
