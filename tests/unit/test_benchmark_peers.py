@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from kernels.sparse_mla import naive
+from kernels.sparse_mla.inputs import Inputs, draw_inputs
 from tests.benchmarks import __main__ as command
 from tests.benchmarks import indexer_peers, sparse_mla_peers
 from tests.benchmarks.case import Device, Outputs, Runnable, Size, Variant
@@ -17,7 +18,6 @@ from tests.benchmarks.fakes import QuickProbe, fake_case, machine, steady, varia
 from tests.benchmarks.fetched import Fetched
 from tests.benchmarks.harness import Options, compare, run_case
 from tests.benchmarks.indexer_inputs import Inputs, make_inputs
-from tests.unit.sparse_mla_support import Problem, problem
 
 # Made up, with the names and the conventions of the public files: keys later than the query are
 # skipped, logarithms are to the base of 2, gradients of keys cover all keys that were given.
@@ -192,8 +192,8 @@ def test_folder_that_is_not_there_is_an_error(capsys: pytest.CaptureFixture[str]
 LENGTHS = (1, 2, 3, 5, 90, 27)
 
 
-def _problem() -> Problem:
-    return problem(LENGTHS, heads=3, width=8, count=7, dtype=torch.float64)
+def _problem() -> Inputs:
+    return draw_inputs(LENGTHS, heads=3, width=8, count=7, dtype=torch.float64)
 
 
 def _fake_flash_mla(q, kv, ids, scale, topk_length):
