@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from kernels.sparse_mla import naive
-from kernels.sparse_mla.inputs import Inputs, draw_inputs
+from kernels.sparse_mla.inputs import Inputs as SparseInputs
+from kernels.sparse_mla.inputs import draw_inputs
 from tests.benchmarks import __main__ as command
 from tests.benchmarks import indexer_peers, sparse_mla_peers
 from tests.benchmarks.case import Device, Outputs, Runnable, Size, Variant
@@ -192,7 +193,7 @@ def test_folder_that_is_not_there_is_an_error(capsys: pytest.CaptureFixture[str]
 LENGTHS = (1, 2, 3, 5, 90, 27)
 
 
-def _problem() -> Inputs:
+def _problem() -> SparseInputs:
     return draw_inputs(LENGTHS, heads=3, width=8, count=7, dtype=torch.float64)
 
 
