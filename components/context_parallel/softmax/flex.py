@@ -10,6 +10,7 @@ from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
 from components.context_parallel.softmax.kernel import Block, Gradients, Kernel, Outputs, Scores
 from components.context_parallel.softmax.tiles import View
+from components.titan.flex_backward import LN2, block_gradients
 from kernels.position.alibi import DistanceBias
 from kernels.precision import accumulation_dtype
 
@@ -33,6 +34,7 @@ def compiled(function: Callable[..., Any], backend: Any = "inductor") -> Callabl
 
 
 _attention = compiled(flex_attention)
+_gradients = compiled(block_gradients)
 
 _views: WeakKeyDictionary[Any, dict[tuple[int, ...], View]] = WeakKeyDictionary()
 
@@ -72,7 +74,14 @@ class DifferentiableKernel(Kernel):
 
 
 class FlexKernel(DifferentiableKernel):
-    """FlexAttention under a block mask. Compiled on CUDA; elsewhere it has no backward."""
+    """FlexAttention under a block mask. Compiled on CUDA; elsewhere only ``direct`` has a backward.
+
+    Args:
+        direct: whether backward runs no block's forward again.
+    """
+
+    def __init__(self, direct: bool = False) -> None:
+        self.direct = direct
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: Block, scores: Scores
@@ -91,14 +100,11 @@ class FlexKernel(DifferentiableKernel):
             for t, places in ((q, view.queries), (k, view.keys), (v, view.keys))
         )
         flex: Any = _attention if q.is_cuda else flex_attention
-        bias = None
-        if scores.slopes is not None:
-            bias = DistanceBias(scores.slopes, view.queries, view.keys)
         out, aux = flex(
             q_1NLH,
             k_1MLH,
             v_1MLH,
-            score_mod=bias,
+            score_mod=_bias(view, scores),
             block_mask=view.mask(scores.window),
             scale=scores.scale,
             enable_gqa=q.shape[1] != k.shape[1],
@@ -106,6 +112,57 @@ class FlexKernel(DifferentiableKernel):
         )
         out, lse = (t.squeeze(0).transpose(0, 1)[: len(q)] for t in (out, aux.lse))
         return out, lse
+
+    def backward(
+        self,
+        grad_out: torch.Tensor,
+        shift: torch.Tensor,
+        lse: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        block: Block,
+        scores: Scores,
+    ) -> Gradients:
+        """See ``Kernel``; gradients are rounded to the dtype of q once for each block."""
+        if not self.direct:
+            return super().backward(grad_out, shift, lse, q, k, v, block, scores)
+        view = view_of(block)
+        queries, keys = len(view.queries), len(view.keys)
+        run: Any = _gradients if q.is_cuda else block_gradients
+        with torch.no_grad():
+            inputs = (
+                _heads(grad_out, queries),
+                _heads(-LN2 * shift, queries).contiguous(),
+                _heads(lse / LN2, queries).contiguous(),
+                _heads(q, queries),
+                _heads(k, keys),
+                _heads(v, keys),
+            )
+        # Of no input, but the operator derives the bias as it is traced.
+        with torch.enable_grad():
+            grads = run(*inputs, view.mask(scores.window), _bias(view, scores), scores.scale)
+        grad_q, grad_k, grad_v = (
+            grad.squeeze(0).transpose(0, 1)[: len(t)]
+            for grad, t in zip(grads, (q, k, v), strict=True)
+        )
+        return grad_q, grad_k, grad_v
+
+
+def _heads(rows: torch.Tensor, count: int) -> torch.Tensor:
+    """(rows, N, ...) -> (1, N, count, ...), filled up with 0; a view of whole tiles.
+
+    Always of the same strides for a shape: others would be compiled anew.
+    """
+    if count > len(rows):
+        rows = F.pad(rows, (0, 0) * (rows.dim() - 1) + (0, count - len(rows)))
+    return rows.contiguous().transpose(0, 1).unsqueeze(0)
+
+
+def _bias(view: View, scores: Scores) -> DistanceBias | None:
+    if scores.slopes is None:
+        return None
+    return DistanceBias(scores.slopes, view.queries, view.keys)
 
 
 def view_of(block: Block) -> View:
