@@ -1,8 +1,8 @@
 """FlexAttention's backward for a block of an attention's keys, from what is known of all of them.
 
-Autograd runs it from what its own forward has found, the log-sum-exp of the block alone. The operator
-itself takes any: given that of all keys, it returns what the block adds to the gradients, and no
-forward is run again.
+Autograd runs it from what its own forward has found, the log-sum-exp of the block alone. The
+operator itself takes any: given that of all keys, it returns what the block adds to the gradients,
+and no forward is run again.
 """
 
 import math
@@ -22,8 +22,10 @@ _OPTIONS: dict[str, Any] = {
     "WRITE_DQ": True,
     "OUTPUT_LOGSUMEXP": True,
     "OUTPUT_MAX": False,
+    # Whole tiles: no load or store is masked.
+    "IS_DIVISIBLE": True,
 }
-"""What ``flex_attention`` gives the operator when it is asked for nothing else."""
+"""What ``flex_attention`` gives the operator when it is asked for nothing else, and one more."""
 
 LN2 = math.log(2.0)
 
@@ -40,6 +42,8 @@ def block_gradients(
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of q, k and v, in their dtypes, each rounded once. To be compiled.
+
+    L and S are multiples of the mask's tiles.
 
     Args:
         grad_out: (1, N, L, Hv), of the output over all keys, in the dtype of q.

@@ -120,11 +120,9 @@ def documents_keep_apart() -> None:
 @contextmanager
 def mistakes() -> Iterator[dict[str, tuple[str, Callable[[], Any], set[str]]]]:
     """Wrong exchanges: the method, how to make it wrong, and what must show it."""
-    stay_home = lambda self, grads, share, reach: torch.zeros(  # noqa: E731
-        len(share.index), grads[0].shape[1], dtype=grads[0].dtype
-    )
-
-    nothing = lambda self: torch.zeros(())  # noqa: E731
+    stay_home = lambda self, grads, sums, share, reach: [*grads]  # noqa: E731
+    home = RidingSum.home
+    nothing = lambda self: torch.zeros_like(home(self))  # noqa: E731
 
     def before(self: Any, rows: torch.Tensor, share: Any, reach: Any, way: Any) -> Any:
         # The tokens before a part in the rank's own rows, as if they were those of the batch.

@@ -33,8 +33,14 @@ def compiled(function: Callable[..., Any], backend: Any = "inductor") -> Callabl
     )
 
 
+DIRECT = False
+"""Whether backward takes the log-sum-exp over all keys, and so runs no forward again, where nothing
+is said of it. Off until it has been measured."""
+
 _attention = compiled(flex_attention)
 _gradients = compiled(block_gradients)
+# Captured alone, which it needs: of all queries and keys at once, for comparisons.
+_unfused_gradients = compiled(block_gradients, "eager")
 
 _views: WeakKeyDictionary[Any, dict[tuple[int, ...], View]] = WeakKeyDictionary()
 
@@ -66,10 +72,9 @@ class DifferentiableKernel(Kernel):
         weight = torch.exp(own_lse.detach() - lse)
         upstream = grad_out.to(wide) * weight.unsqueeze(-1)
         product = (grad_out.to(wide) * out.detach().to(wide)).sum(-1)
-        grads = torch.autograd.grad(
+        grad_q, grad_k, grad_v = torch.autograd.grad(
             (out, own_lse), tensors, (upstream.to(out.dtype), weight * (product - shift))
         )
-        grad_q, grad_k, grad_v = (g.to(wide) for g in grads)
         return grad_q, grad_k, grad_v
 
 
@@ -77,10 +82,10 @@ class FlexKernel(DifferentiableKernel):
     """FlexAttention under a block mask. Compiled on CUDA; elsewhere only ``direct`` has a backward.
 
     Args:
-        direct: whether backward runs no block's forward again.
+        direct: whether backward runs no block's forward again. Every block can be done so.
     """
 
-    def __init__(self, direct: bool = False) -> None:
+    def __init__(self, direct: bool = DIRECT) -> None:
         self.direct = direct
 
     def forward(
@@ -129,7 +134,7 @@ class FlexKernel(DifferentiableKernel):
             return super().backward(grad_out, shift, lse, q, k, v, block, scores)
         view = view_of(block)
         queries, keys = len(view.queries), len(view.keys)
-        run: Any = _gradients if q.is_cuda else block_gradients
+        run = _gradients if q.is_cuda else _unfused_gradients
         with torch.no_grad():
             inputs = (
                 _heads(grad_out, queries),
@@ -139,7 +144,7 @@ class FlexKernel(DifferentiableKernel):
                 _heads(k, keys),
                 _heads(v, keys),
             )
-        # Of no input, but the operator derives the bias as it is traced.
+        # No input asks for gradients; but the operator derives the bias as it is captured.
         with torch.enable_grad():
             grads = run(*inputs, view.mask(scores.window), _bias(view, scores), scores.scale)
         grad_q, grad_k, grad_v = (

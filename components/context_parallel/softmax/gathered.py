@@ -83,18 +83,20 @@ class _Fetched(torch.autograd.Function):
         before = fetch.bring(rows, share, reach, "backward")
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out
         shift = shift_of(out, grad_out, grad_lse)
-        grad_q = torch.empty_like(q)
-        own, ahead_of = shift.new_empty(rows.shape), []
-        for part, mine, ahead in zip(_held(share), share.rows, before, strict=True):
+        grad_q, own = torch.empty_like(q), shift.new_empty(rows.shape)
+
+        def gradients(part: int, mine: slice, ahead: torch.Tensor) -> torch.Tensor:
+            # Of the rows before a part; those of the rank's own queries, keys and values are kept.
             keys, values = unpack(torch.cat([ahead, rows[mine]]), k, v)
             block = own_block(share, part, len(ahead))
             grad_q[mine], *grads = kernel.backward(
                 grad_out[mine], shift[mine], lse[mine], q[mine], keys, values, block, scores
             )
-            both = pack(*grads)
-            ahead_of.append(both[: len(ahead)])
-            own[mine] = both[len(ahead) :]
-        own += fetch.send_back(ahead_of, share, reach)
+            for total, grad in zip(unpack(own[mine], k, v), grads, strict=True):
+                total.copy_(grad[len(ahead) :])
+            return pack(*(grad[: len(ahead)] for grad in grads))
+
+        fetch.send_back(map(gradients, _held(share), share.rows, before), own, share, reach)
         grad_k, grad_v = unpack(own, k, v)
         return None, None, None, None, grad_q, grad_k.to(k.dtype), grad_v.to(v.dtype)
 

@@ -105,7 +105,9 @@ class Kernel(ABC):
         block: Block,
         scores: Scores,
     ) -> Gradients:
-        """What the block adds to the gradients of q, k and v, in ``accumulation_dtype``.
+        """What the block adds to the gradients of q, k and v.
+
+        In their dtype, or a wider one: a sum of several is to be kept in ``accumulation_dtype``.
 
         Args:
             grad_out: (queries, N, Hv), of the output over all keys.
