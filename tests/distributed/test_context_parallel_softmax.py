@@ -36,6 +36,7 @@ from tests.distributed.softmax_support import (
     whole_as_one,
 )
 from tests.distributed.softmax_traffic import (
+    forwards_are_not_run_again,
     published_formulas,
     transfers_overlap_work,
     unseen_blocks_are_skipped,
@@ -237,6 +238,7 @@ CHECKS = {
     "bytes equal the formulas": volumes,
     "bytes are what the methods promise": published_formulas,
     "unseen blocks are skipped": unseen_blocks_are_skipped,
+    "no forward in backward": forwards_are_not_run_again,
     "transfers overlap work": transfers_overlap_work,
     "layers of models": layers_of_models,
     "groups other than the world": groups_other_than_the_world,

@@ -183,11 +183,13 @@ def test_backward_of_blocks_of_any_lengths_shares_compiled_code() -> None:
             # Keys and values as they travel, in one row; of whole tiles, and not.
             rows = torch.ones(queries + ahead, 2 * 2 * 16)
             k, v = (t.unflatten(1, (2, 16)) for t in rows.split(32, 1))
-            q, lse = torch.ones(queries, 4, 16), torch.zeros(queries, 4)
+            q, lse = torch.ones(queries, 6, 16), torch.zeros(queries, 6)
             start = torch.zeros(queries, dtype=torch.int64)
             piece = Block(start, ahead, 0, queries + ahead)
             kernel.backward(q, lse, lse, q, k, v, piece, scores)
     assert len(graphs) == 1
+    operators = [str(node.target) for node in graphs[0].graph.nodes]
+    assert "flex_attention_backward" in operators and "flex_attention" not in operators
 
 
 @pytest.mark.slow
