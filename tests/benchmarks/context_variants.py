@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 from components.context_parallel.collectives import Link, collect
 from components.context_parallel.dsa import choose_pools
+from components.context_parallel.glm import alignment
 from components.context_parallel.layout import Kind, cut_batch
 from components.context_parallel.mixers import DSA_METHODS, KDA_METHODS
-from components.context_parallel.plan import alignment
 from components.context_parallel.share import Share
 from components.context_parallel.softmax.attend import Exchange
 from components.context_parallel.softmax.kernel import Block, Scores

@@ -26,7 +26,9 @@ RANKS = 2
 
 def measured(**changes: Any) -> list[dict[str, Any]]:
     """The figures of every mixer."""
-    options = {"mixers": MIXERS, "layout": "zigzag", "repeats": 2, "warmup": 0, "seed": 0}
+    options = {
+        "mixers": MIXERS, "without": [], "layout": "zigzag", "repeats": 2, "warmup": 0, "seed": 0,
+    }  # fmt: skip
     figures: list[dict[str, Any]] = []
     measure(
         SIZES["tiny"], QuickProbe(), machine(),

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from components.context_parallel.share import Share
-from components.context_parallel.softmax.gathered import pack, unpack
+from components.context_parallel.softmax.gathered import no_tokens, pack, unpack
 from components.context_parallel.softmax.kernel import (
     Block,
     Gradients,
@@ -114,7 +114,8 @@ class _RingAttention(torch.autograd.Function):
                         *kernel.forward(q[queries], *some, block, scores),
                     )
         out = out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.save_for_backward(q, rows, out, lse)
+        ctx.keys_values = no_tokens(k, v)
         ctx.share, ctx.rings, ctx.scores, ctx.kernel = share, rings, scores, kernel
         return out, lse
 
@@ -123,10 +124,11 @@ class _RingAttention(torch.autograd.Function):
     def backward(
         ctx: Any, grad_out: torch.Tensor | None, grad_lse: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
+        q, rows, out, lse = ctx.saved_tensors
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out
-        turn = _Backward(ctx, q, k, v, lse, grad_out, shift_of(out, grad_out, grad_lse))
+        turn = _Backward(ctx, q, rows, lse, grad_out, shift_of(out, grad_out, grad_lse))
         turn.go_round()
+        k, v = ctx.keys_values
         grad_k, grad_v = unpack(turn.own, k, v)
         grads = turn.grad_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype)
         return None, None, None, None, *grads
@@ -156,8 +158,7 @@ class _Backward:
         self,
         ctx: Any,
         q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
+        rows: torch.Tensor,
         lse: torch.Tensor,
         grad_out: torch.Tensor,
         shift: torch.Tensor,
@@ -166,7 +167,7 @@ class _Backward:
         self.scores, self.kernel = ctx.scores, ctx.kernel
         self.reach = Reach(self.share.layout, self.scores.window)
         self.meetings = _Meetings(self.share, self.reach)
-        self.q, self.k, self.v, self.rows = q, k, v, pack(k, v)
+        self.q, self.rows, self.keys_values = q, rows, ctx.keys_values
         self.lse, self.grad_out, self.shift = lse, grad_out, shift
         self.grad_q = shift.new_zeros(q.shape)
         self.own = shift.new_zeros(self.rows.shape)
@@ -218,8 +219,8 @@ class _Backward:
     ) -> None:
         """Add gradients of blocks whose keys are rows of ``held`` to the same rows of ``sums``."""
         for block, queries, keys in blocks:
-            totals = self.grad_q[queries], *unpack(sums[keys], self.k, self.v)
-            some = unpack(held[keys], self.k, self.v)
+            totals = self.grad_q[queries], *unpack(sums[keys], *self.keys_values)
+            some = unpack(held[keys], *self.keys_values)
             _add_each(totals, self._gradients(queries, some, block))
 
     def _gradients(
