@@ -26,7 +26,12 @@ from components.context_parallel.softmax.tiles import View
 from components.context_parallel.softmax.volume import Heads, softmax_volume
 from components.models.glm_flash.documents import Documents
 from components.models.library import TitanModel
-from components.titan.cp_attention import SharedAttention, sequence_stays_cut, share_attention
+from components.titan.cp_attention import (
+    SharedAttention,
+    kernel_on,
+    sequence_stays_cut,
+    share_attention,
+)
 from kernels.position.alibi import DistanceBias
 
 LENGTHS, HEADS, KEY_HEADS, WIDTH = (7, 1, 32), 6, 2, 16
@@ -346,6 +351,15 @@ def test_layers_keep_their_windows() -> None:
         assert isinstance(config, BaseAttention.Config)
         assert config.rope == layer.attention.rope
         assert not isinstance(layer.attention.inner_attention, SharedAttention.Config)
+
+
+@pytest.mark.parametrize("direct", [False, True])
+def test_layers_choose_how_kernels_run_backward(direct: bool) -> None:
+    config = share_attention(gpt_oss_layers()[1].attention, Exchange("ring"), direct)
+    inner = config.inner_attention.build()
+    kernel = kernel_on(torch.device("cuda"), inner.direct)
+    assert isinstance(kernel, FlexKernel) and kernel.direct == direct
+    assert isinstance(kernel_on(torch.device("cpu"), direct), PlainKernel)
 
 
 def test_keys_are_not_gathered_before_the_exchange() -> None:
