@@ -20,7 +20,7 @@ from torchtitan.protocols.sharding import LocalMapConfig, ShardingConfig
 
 from components.context_parallel.share import Share
 from components.context_parallel.softmax.attend import Exchange, Method, attend
-from components.context_parallel.softmax.flex import FlexKernel
+from components.context_parallel.softmax.flex import DIRECT, FlexKernel
 from components.context_parallel.softmax.kernel import Kernel, PlainKernel, Scores
 from components.context_parallel.softmax.volume import Heads
 from components.titan.attention import OutTransform, refuse_unknown
@@ -43,8 +43,12 @@ class SharedAttention(Module):
         window: int | None = None
         """Tokens that a token sees, itself the last; None: its whole document up to it."""
 
+        direct: bool = DIRECT
+        """On CUDA: whether backward runs no block's forward again, see ``FlexKernel``."""
+
     def __init__(self, config: Config) -> None:
         super().__init__()
+        self.direct = config.direct
         self._sharding_config: ShardingConfig | None = None
         exchange = Exchange(config.method, config.inner_ring)
         self.exchange, self.window = exchange.of_layer(config.window), config.window
@@ -96,7 +100,7 @@ class SharedAttention(Module):
             attention_masks,
             self.exchange,
             Scores(scale, self.window, slopes),
-            kernel_on(q_BLNH.device),
+            kernel_on(q_BLNH.device, self.direct),
             need_lse=out_transform is not None,
         )
         out = out.unflatten(0, q_BLNH.shape[:2])
@@ -106,12 +110,14 @@ class SharedAttention(Module):
         return out_transform(out, lse.unflatten(0, q_BLNH.shape[:2]))
 
 
-def kernel_on(device: torch.device) -> Kernel:
-    """FlexAttention on CUDA, plain torch elsewhere."""
-    return FlexKernel() if device.type == "cuda" else PlainKernel()
+def kernel_on(device: torch.device, direct: bool = DIRECT) -> Kernel:
+    """FlexAttention on CUDA, plain torch elsewhere, whose backward runs no forward again anyway."""
+    return FlexKernel(direct) if device.type == "cuda" else PlainKernel()
 
 
-def share_attention(config: BaseAttention.Config, exchange: Exchange) -> BaseAttention.Config:
+def share_attention(
+    config: BaseAttention.Config, exchange: Exchange, direct: bool = DIRECT
+) -> BaseAttention.Config:
     """A layer's attention with the sequence split over ranks; its window, if it has one, is kept.
 
     For ``RunPlan.swap`` of ``BaseAttention.Config``.
@@ -122,6 +128,7 @@ def share_attention(config: BaseAttention.Config, exchange: Exchange) -> BaseAtt
         method=exchange.method,
         inner_ring=exchange.inner_ring,
         window=getattr(config, "sliding_window_size", None),
+        direct=direct,
     )
     return replace(config, inner_attention=inner)
 

@@ -76,7 +76,7 @@ class RidingSum:
     the owner.
 
     What the previous ranks added arrives while this rank works out its own part; three sums are
-    held (one, in a ring of one rank).
+    held at most (one, in a ring of one rank), each from when it is needed.
 
     Args:
         ring: the ranks.
@@ -98,8 +98,8 @@ class RidingSum:
         first: int = 0,
     ) -> None:
         self._ring, self._rows = ring, rows
-        held = 3 if ring.size > 1 else 1
-        self._free = [like.new_empty(max(rows), width, dtype=dtype) for _ in range(held)]
+        self._none = like.new_empty(0, width, dtype=dtype)
+        self._free: list[torch.Tensor] = []
         self._meeting = first
         self._sum: torch.Tensor | None = None
         self._incoming: torch.Tensor | None = None
@@ -111,7 +111,7 @@ class RidingSum:
         of the one before moves on meanwhile."""
         owner = self._ring.owner(self._meeting)
         self._send(owner)
-        self._part = self._free.pop()
+        self._part = self._take()
         return self._part[: self._rows[owner]]
 
     def end(self) -> None:
@@ -141,10 +141,16 @@ class RidingSum:
         if self._sum is None or self._ring.size == 1:
             return
         leaving = self._ring.owner(self._meeting - 1)
-        self._incoming = self._free.pop()
+        self._incoming = self._take()
         self._hop = self._ring.start(
             self._sum[: self._rows[leaving]], self._incoming[: self._rows[arriving]]
         )
+
+    def _take(self) -> torch.Tensor:
+        """Uninitialised; after three, one that is free."""
+        if self._free:
+            return self._free.pop()
+        return self._none.new_empty(max(self._rows), *self._none.shape[1:])
 
     def _receive(self) -> torch.Tensor | None:
         if self._hop is None:

@@ -67,6 +67,9 @@ class Variant:
     exchange: Any = None
     """What ranks exchange; None: nothing, each computes the whole batch."""
 
+    direct: bool = False
+    """Of softmax attention on CUDA: whether backward runs no block's forward again."""
+
     @property
     def whole(self) -> bool:
         """Whether one rank has all tokens."""
@@ -77,13 +80,20 @@ def variants_of(mixer: str) -> tuple[Variant, ...]:
     """The whole mixer first, with which the others are compared."""
     if mixer == "softmax":
         return tuple(
-            Variant(name=name, run=partial(_run_softmax, exchange), exchange=exchange)
-            for name, exchange in (
-                ("whole", None),
-                ("ulysses", Exchange("ulysses")),
-                ("all_gather", Exchange("all_gather")),
-                ("ring", Exchange("ring")),
-                ("double_ring_1", Exchange("double_ring", 1)),
+            Variant(
+                name=f"{name}_direct" if direct else name,
+                run=partial(_run_softmax, exchange, direct),
+                exchange=exchange,
+                direct=direct,
+            )
+            for name, exchange, direct in (
+                ("whole", None, False),
+                ("ulysses", Exchange("ulysses"), False),
+                ("all_gather", Exchange("all_gather"), False),
+                ("all_gather", Exchange("all_gather"), True),
+                ("ring", Exchange("ring"), False),
+                ("ring", Exchange("ring"), True),
+                ("double_ring_1", Exchange("double_ring", 1), False),
             )
         )
     methods = {"kda": KDA_METHODS, "dsa": DSA_METHODS}[mixer]
@@ -95,9 +105,11 @@ def _run_whole(module: Any, x: torch.Tensor, documents: Documents) -> torch.Tens
     return module(x.unsqueeze(0), documents).squeeze(0)
 
 
-def _run_softmax(exchange: Exchange | None, module: Any, x: torch.Tensor, place: Any) -> Any:
+def _run_softmax(
+    exchange: Exchange | None, direct: bool, module: Any, x: torch.Tensor, place: Any
+) -> Any:
     # Not as a submodule: it has no parameters, and takes turns with others.
-    object.__setattr__(module, "inner_attention", module.inner_of[exchange])
+    object.__setattr__(module, "inner_attention", module.inner_of[exchange, direct])
     return module(x.unsqueeze(0), place, place.position.unsqueeze(0)).squeeze(0)
 
 
@@ -174,8 +186,13 @@ class Bench:
         for name, p in module.named_parameters():
             p.requires_grad_("indexer" not in name)
         if self.mixer == "softmax":
-            exchanges = [v.exchange for v in variants_of("softmax") if not v.whole]
-            inner = {e: share_attention(self._config, e).inner_attention.build() for e in exchanges}
+            inner = {
+                (v.exchange, v.direct): share_attention(
+                    self._config, v.exchange, v.direct
+                ).inner_attention.build()
+                for v in variants_of("softmax")
+                if not v.whole
+            }
             object.__setattr__(module, "inner_of", inner)
             del module.inner_attention
         return module
@@ -191,7 +208,7 @@ class Bench:
         self.documents = Documents.from_lengths(lengths, self._device)
         self.share = Share(layout, self.documents, self.link)
         if self.mixer == "softmax":
-            self.module.inner_of[None] = _WholeAttention()
+            self.module.inner_of[None, False] = _WholeAttention()
         draw = torch.Generator(self._device).manual_seed(self._seed + 1)
         size = layout.tokens, self.dim
         self._x, self._pull = (

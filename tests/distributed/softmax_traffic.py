@@ -11,6 +11,7 @@ from components.context_parallel.collectives import Link
 from components.context_parallel.layout import KINDS
 from components.context_parallel.softmax import rings
 from components.context_parallel.softmax.attend import Exchange, attend
+from components.context_parallel.softmax.flex import FlexKernel
 from components.context_parallel.softmax.kernel import PlainKernel
 from components.context_parallel.softmax.volume import Heads, softmax_volume
 from tests.distributed.softmax_support import (
@@ -19,9 +20,12 @@ from tests.distributed.softmax_support import (
     VALUE,
     WIDTH,
     Case,
+    assert_same,
+    defined,
     exchanges,
     inputs,
     share_of,
+    split,
 )
 
 
@@ -112,6 +116,42 @@ def unseen_blocks_are_skipped() -> None:
     assert blocks((32 * ranks,), "zigzag") == [2 * ranks + 1] * ranks
     assert blocks((16,) * 2 * ranks, "zigzag") == [2] * ranks
     assert blocks((32 * ranks,), "contiguous", Case(window=8)) == [1] + [2] * (ranks - 1)
+
+
+class Direct(FlexKernel):
+    """Forward by the plain kernel, which must not run within a backward."""
+
+    def __init__(self) -> None:
+        super().__init__(direct=True)
+        self.blocks, self.forwards = 0, 0
+
+    def forward(self, *args: Any) -> Any:
+        self.forwards += 1
+        return PlainKernel().forward(*args)
+
+    attend = forward
+
+    def backward(self, *args: Any) -> Any:
+        self.blocks += 1
+        before = self.forwards
+        found = super().backward(*args)
+        assert self.forwards == before
+        return found
+
+
+def forwards_are_not_run_again() -> None:
+    """FlexAttention's backward of blocks adds up to that of one process, with no forward in it."""
+    link, case = Link(dist.group.WORLD), CASES["odd heads"]
+    lengths = BATCHES[link.size]["ragged total"]
+    tensors = inputs(case, lengths)
+    wanted = defined(case, lengths, tensors)
+    for name, exchange in exchanges(link.size).items():
+        # Ulysses lets autograd differentiate one block, of all tokens.
+        if exchange.method != "ulysses":
+            kernel = Direct()
+            found = split(case, exchange, share_of(lengths, "zigzag", link, 1), tensors, kernel)
+            assert_same(name, found, wanted)
+            assert kernel.blocks == kernel.forwards > 1, name
 
 
 def transfers_overlap_work() -> None:

@@ -20,6 +20,7 @@ from components.context_parallel.softmax.kernel import PlainKernel
 from components.context_parallel.softmax.reach import Reach
 from components.vocabulary.ring import RidingSum
 from tests.distributed.softmax_layers import fsdp_and_recompute, layers_of_models
+from tests.distributed.softmax_memory import little_is_held
 from tests.distributed.softmax_support import (
     BATCHES,
     CASES,
@@ -36,6 +37,7 @@ from tests.distributed.softmax_support import (
     whole_as_one,
 )
 from tests.distributed.softmax_traffic import (
+    forwards_are_not_run_again,
     published_formulas,
     transfers_overlap_work,
     unseen_blocks_are_skipped,
@@ -120,11 +122,9 @@ def documents_keep_apart() -> None:
 @contextmanager
 def mistakes() -> Iterator[dict[str, tuple[str, Callable[[], Any], set[str]]]]:
     """Wrong exchanges: the method, how to make it wrong, and what must show it."""
-    stay_home = lambda self, grads, share, reach: torch.zeros(  # noqa: E731
-        len(share.index), grads[0].shape[1], dtype=grads[0].dtype
-    )
-
-    nothing = lambda self: torch.zeros(())  # noqa: E731
+    stay_home = lambda self, grads, sums, share, reach: [*grads]  # noqa: E731
+    home = RidingSum.home
+    nothing = lambda self: torch.zeros_like(home(self))  # noqa: E731
 
     def before(self: Any, rows: torch.Tensor, share: Any, reach: Any, way: Any) -> Any:
         # The tokens before a part in the rank's own rows, as if they were those of the batch.
@@ -239,6 +239,8 @@ CHECKS = {
     "bytes equal the formulas": volumes,
     "bytes are what the methods promise": published_formulas,
     "unseen blocks are skipped": unseen_blocks_are_skipped,
+    "no forward in backward": forwards_are_not_run_again,
+    "little is held": little_is_held,
     "transfers overlap work": transfers_overlap_work,
     "layers of models": layers_of_models,
     "groups other than the world": groups_other_than_the_world,

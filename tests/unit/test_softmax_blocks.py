@@ -26,7 +26,12 @@ from components.context_parallel.softmax.tiles import View
 from components.context_parallel.softmax.volume import Heads, softmax_volume
 from components.models.glm_flash.documents import Documents
 from components.models.library import TitanModel
-from components.titan.cp_attention import SharedAttention, sequence_stays_cut, share_attention
+from components.titan.cp_attention import (
+    SharedAttention,
+    kernel_on,
+    sequence_stays_cut,
+    share_attention,
+)
 from kernels.position.alibi import DistanceBias
 
 LENGTHS, HEADS, KEY_HEADS, WIDTH = (7, 1, 32), 6, 2, 16
@@ -98,7 +103,11 @@ class Autograd(DifferentiableKernel):
         return PlainKernel().attend(*args)
 
 
-@pytest.mark.parametrize("kernel", [PlainKernel(), Autograd()], ids=["plain", "autograd"])
+@pytest.mark.parametrize(
+    "kernel",
+    [PlainKernel(), Autograd(), FlexKernel(direct=True)],
+    ids=["plain", "autograd", "flex direct"],
+)
 @pytest.mark.parametrize("name", SCORES)
 def test_blocks_of_keys_add_up_in_backward(name: str, kernel: Kernel) -> None:
     q, k, v, grad_out, grad_lse = tensors()
@@ -132,6 +141,22 @@ def test_flex_attention_computes_the_same_block(name: str) -> None:
         torch.testing.assert_close(ours, wanted, rtol=1e-5, atol=1e-5)
 
 
+def test_gradients_of_bfloat16_are_rounded_once() -> None:
+    """Those of a block, whose outputs and log-sum-exps stay in full precision."""
+    q, k, v, grad_out, grad_lse = tensors(torch.bfloat16)
+    scores, kernel = SCORES["both"], PlainKernel()
+    out, lse = kernel.forward(q, k, v, whole(), scores)
+    rows, keys = slice(20, TOKENS), slice(5, 30)
+    given = (
+        grad_out[rows], shift_of(out, grad_out, grad_lse.float())[rows], lse[rows], q[rows],
+        k[keys], v[keys], block(rows, keys), scores,
+    )  # fmt: skip
+    exact = kernel.backward(*given)
+    for found, wanted in zip(FlexKernel(direct=True).backward(*given), exact, strict=True):
+        assert found.dtype == torch.bfloat16
+        torch.testing.assert_close(found.float(), wanted, rtol=2e-2, atol=2e-2)
+
+
 def test_masks_are_made_once_for_a_batch_and_go_with_it() -> None:
     class Batch:
         pass
@@ -146,6 +171,29 @@ def test_masks_are_made_once_for_a_batch_and_go_with_it() -> None:
     del batch
     gc.collect()
     assert len(flex._views) < before
+
+
+def test_backward_of_blocks_of_any_lengths_shares_compiled_code() -> None:
+    """As it is captured; kernels, and layouts that they have been compiled for, need a GPU."""
+    graphs = []
+
+    def capture(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    kernel, scores = FlexKernel(direct=True), SCORES["window"]
+    with patch.object(flex, "_unfused_gradients", flex.compiled(flex.block_gradients, capture)):
+        for queries, ahead in ((300, 200), (513, 33), (1, 3), (256, 256)):
+            # Keys and values as they travel, in one row; of whole tiles, and not.
+            rows = torch.ones(queries + ahead, 2 * 2 * 16)
+            k, v = (t.unflatten(1, (2, 16)) for t in rows.split(32, 1))
+            q, lse = torch.ones(queries, 6, 16), torch.zeros(queries, 6)
+            start = torch.zeros(queries, dtype=torch.int64)
+            piece = Block(start, ahead, 0, queries + ahead)
+            kernel.backward(q, lse, lse, q, k, v, piece, scores)
+    assert len(graphs) == 1
+    operators = [str(node.target) for node in graphs[0].graph.nodes]
+    assert "flex_attention_backward" in operators and "flex_attention" not in operators
 
 
 @pytest.mark.slow
@@ -211,8 +259,9 @@ def test_tiles_are_those_in_which_pairs_are_seen(
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("direct", [False, True], ids=["autograd", "direct"])
 @pytest.mark.parametrize("name", SCORES)
-def test_flex_attention_on_a_gpu_agrees_with_the_plain_kernel(name: str) -> None:
+def test_flex_attention_on_a_gpu_agrees_with_the_plain_kernel(name: str, direct: bool) -> None:
     lengths, rows, keys = (300, 1, 1747), slice(900, 2048), slice(200, 1500)
     generator = torch.Generator().manual_seed(0)
     q, k, v, grad_out = (
@@ -224,7 +273,7 @@ def test_flex_attention_on_a_gpu_agrees_with_the_plain_kernel(name: str) -> None
     everything = Block(start, 0, 0, 2048)
     piece = Block(start[rows], rows.start, keys.start, keys.stop - keys.start)
     results = []
-    for kernel, dtype in ((FlexKernel(), torch.bfloat16), (PlainKernel(), torch.float32)):
+    for kernel, dtype in ((FlexKernel(direct), torch.bfloat16), (PlainKernel(), torch.float32)):
         a, b, c, pull = (t.to(dtype) for t in (q, k, v, grad_out))
         out, lse = kernel.forward(a, b, c, everything, scores)
         shift = shift_of(out, pull, None)
@@ -302,6 +351,15 @@ def test_layers_keep_their_windows() -> None:
         assert isinstance(config, BaseAttention.Config)
         assert config.rope == layer.attention.rope
         assert not isinstance(layer.attention.inner_attention, SharedAttention.Config)
+
+
+@pytest.mark.parametrize("direct", [False, True])
+def test_layers_choose_how_kernels_run_backward(direct: bool) -> None:
+    config = share_attention(gpt_oss_layers()[1].attention, Exchange("ring"), direct)
+    inner = config.inner_attention.build()
+    kernel = kernel_on(torch.device("cuda"), inner.direct)
+    assert isinstance(kernel, FlexKernel) and kernel.direct == direct
+    assert isinstance(kernel_on(torch.device("cpu"), direct), PlainKernel)
 
 
 def test_keys_are_not_gathered_before_the_exchange() -> None:

@@ -4,13 +4,14 @@ Neither is kept between forward and backward: backward brings the rows again. Gr
 full precision and are rounded once, with the rank's own.
 """
 
+from collections.abc import Iterable
 from typing import Protocol
 
 import torch
 
 from components.context_parallel.collectives import Direction, collect, send_rows, sum_shares
 from components.context_parallel.share import Share
-from components.context_parallel.softmax.reach import Reach, leaving_index
+from components.context_parallel.softmax.reach import Reach, add_leaving
 
 
 class Fetch(Protocol):
@@ -25,11 +26,15 @@ class Fetch(Protocol):
             rows: (n, ...), this rank's.
         """
 
-    def send_back(self, grads: list[torch.Tensor], share: Share, reach: Reach) -> torch.Tensor:
-        """(n, ...): sums of what all ranks have for this rank's rows.
+    def send_back(
+        self, grads: Iterable[torch.Tensor], sums: torch.Tensor, share: Share, reach: Reach
+    ) -> None:
+        """Add what all ranks have for this rank's rows.
 
         Args:
-            grads: as ``bring`` returned rows, in the dtype to sum in.
+            grads: as ``bring`` returned rows, or narrower; asked for one at a time, as each may be
+                as large as all keys, and all before ``sums`` is added to.
+            sums: (n, ...), this rank's, in the dtype to sum in; changed in place.
         """
 
 
@@ -46,17 +51,18 @@ class GatherAll:
         whole = collect(mine, reach.order, share.link, "softmax.keys_values", direction)
         return [whole[some] for some in _before(share, reach)]
 
-    def send_back(self, grads: list[torch.Tensor], share: Share, reach: Reach) -> torch.Tensor:
+    def send_back(
+        self, grads: Iterable[torch.Tensor], sums: torch.Tensor, share: Share, reach: Reach
+    ) -> None:
         """See ``Fetch``."""
-        sums = grads[0].new_zeros(len(share.index), *grads[0].shape[1:])
-        if not reach.order.most:
-            return sums
-        whole = grads[0].new_zeros(reach.begins[-1], *grads[0].shape[1:])
-        for some, grad in zip(_before(share, reach), grads, strict=True):
-            whole[some] += grad
-        mine = sum_shares(whole, reach.order, share.link, "softmax.gradients")
-        sums[leaving_index(share, reach)] = mine
-        return sums
+        whole = sums.new_zeros(reach.begins[-1], *sums.shape[1:])
+        parts = iter(grads)
+        for some in _before(share, reach):
+            # Without a name, which would keep one while the next is worked out.
+            whole[some] += next(parts)
+        if reach.order.most:
+            mine = sum_shares(whole, reach.order, share.link, "softmax.gradients")
+            add_leaving(sums, mine, share, reach)
 
 
 def _before(share: Share, reach: Reach) -> list[slice]:
@@ -94,7 +100,9 @@ class SendSeen:
             brought[part].append(piece)
         return [torch.cat(brought[part]) for part in messages.held]
 
-    def send_back(self, grads: list[torch.Tensor], share: Share, reach: Reach) -> torch.Tensor:
+    def send_back(
+        self, grads: Iterable[torch.Tensor], sums: torch.Tensor, share: Share, reach: Reach
+    ) -> None:
         """See ``Fetch``."""
         messages = _Messages(share, reach)
         pieces: dict[tuple[int, int], torch.Tensor] = {}
@@ -104,16 +112,14 @@ class SendSeen:
             pieces |= {(part, b): piece for (b, _), piece in zip(mine, found, strict=True)}
         ordered = [pieces[part, before] for part, before, _ in messages.arriving]
         arrived = send_rows(
-            torch.cat([grads[0][:0], *ordered]), messages.receive, messages.send, share.link,
-            "window.gradients", "backward",
+            torch.cat([sums[:0], *(piece.to(sums.dtype) for piece in ordered)]),
+            messages.receive, messages.send, share.link, "window.gradients", "backward",
         )  # fmt: skip
-        sums = arrived.new_zeros(len(share.index), *arrived.shape[1:])
         begin = 0
         for _, some in messages.leaving:
             end = begin + some.stop - some.start
             sums[some] += arrived[begin:end]
             begin = end
-        return sums
 
 
 class _Messages:

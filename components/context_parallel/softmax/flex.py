@@ -10,6 +10,7 @@ from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
 from components.context_parallel.softmax.kernel import Block, Gradients, Kernel, Outputs, Scores
 from components.context_parallel.softmax.tiles import View
+from components.titan.flex_backward import LN2, block_gradients
 from kernels.position.alibi import DistanceBias
 from kernels.precision import accumulation_dtype
 
@@ -32,7 +33,14 @@ def compiled(function: Callable[..., Any], backend: Any = "inductor") -> Callabl
     )
 
 
+DIRECT = False
+"""Whether backward takes the log-sum-exp over all keys, and so runs no forward again, where nothing
+is said of it. Off until it has been measured."""
+
 _attention = compiled(flex_attention)
+_gradients = compiled(block_gradients)
+# Captured alone, which it needs: of all queries and keys at once, for comparisons.
+_unfused_gradients = compiled(block_gradients, "eager")
 
 _views: WeakKeyDictionary[Any, dict[tuple[int, ...], View]] = WeakKeyDictionary()
 
@@ -64,15 +72,21 @@ class DifferentiableKernel(Kernel):
         weight = torch.exp(own_lse.detach() - lse)
         upstream = grad_out.to(wide) * weight.unsqueeze(-1)
         product = (grad_out.to(wide) * out.detach().to(wide)).sum(-1)
-        grads = torch.autograd.grad(
+        grad_q, grad_k, grad_v = torch.autograd.grad(
             (out, own_lse), tensors, (upstream.to(out.dtype), weight * (product - shift))
         )
-        grad_q, grad_k, grad_v = (g.to(wide) for g in grads)
         return grad_q, grad_k, grad_v
 
 
 class FlexKernel(DifferentiableKernel):
-    """FlexAttention under a block mask. Compiled on CUDA; elsewhere it has no backward."""
+    """FlexAttention under a block mask. Compiled on CUDA; elsewhere only ``direct`` has a backward.
+
+    Args:
+        direct: whether backward runs no block's forward again. Every block can be done so.
+    """
+
+    def __init__(self, direct: bool = DIRECT) -> None:
+        self.direct = direct
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: Block, scores: Scores
@@ -91,14 +105,11 @@ class FlexKernel(DifferentiableKernel):
             for t, places in ((q, view.queries), (k, view.keys), (v, view.keys))
         )
         flex: Any = _attention if q.is_cuda else flex_attention
-        bias = None
-        if scores.slopes is not None:
-            bias = DistanceBias(scores.slopes, view.queries, view.keys)
         out, aux = flex(
             q_1NLH,
             k_1MLH,
             v_1MLH,
-            score_mod=bias,
+            score_mod=_bias(view, scores),
             block_mask=view.mask(scores.window),
             scale=scores.scale,
             enable_gqa=q.shape[1] != k.shape[1],
@@ -106,6 +117,57 @@ class FlexKernel(DifferentiableKernel):
         )
         out, lse = (t.squeeze(0).transpose(0, 1)[: len(q)] for t in (out, aux.lse))
         return out, lse
+
+    def backward(
+        self,
+        grad_out: torch.Tensor,
+        shift: torch.Tensor,
+        lse: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        block: Block,
+        scores: Scores,
+    ) -> Gradients:
+        """See ``Kernel``; gradients are rounded to the dtype of q once for each block."""
+        if not self.direct:
+            return super().backward(grad_out, shift, lse, q, k, v, block, scores)
+        view = view_of(block)
+        queries, keys = len(view.queries), len(view.keys)
+        run = _gradients if q.is_cuda else _unfused_gradients
+        with torch.no_grad():
+            inputs = (
+                _heads(grad_out, queries),
+                _heads(-LN2 * shift, queries).contiguous(),
+                _heads(lse / LN2, queries).contiguous(),
+                _heads(q, queries),
+                _heads(k, keys),
+                _heads(v, keys),
+            )
+        # No input asks for gradients; but the operator derives the bias as it is captured.
+        with torch.enable_grad():
+            grads = run(*inputs, view.mask(scores.window), _bias(view, scores), scores.scale)
+        grad_q, grad_k, grad_v = (
+            grad.squeeze(0).transpose(0, 1)[: len(t)]
+            for grad, t in zip(grads, (q, k, v), strict=True)
+        )
+        return grad_q, grad_k, grad_v
+
+
+def _heads(rows: torch.Tensor, count: int) -> torch.Tensor:
+    """(rows, N, ...) -> (1, N, count, ...), filled up with 0; a view of whole tiles.
+
+    Always of the same strides for a shape: others would be compiled anew.
+    """
+    if count > len(rows):
+        rows = F.pad(rows, (0, 0) * (rows.dim() - 1) + (0, count - len(rows)))
+    return rows.contiguous().transpose(0, 1).unsqueeze(0)
+
+
+def _bias(view: View, scores: Scores) -> DistanceBias | None:
+    if scores.slopes is None:
+        return None
+    return DistanceBias(scores.slopes, view.queries, view.keys)
 
 
 def view_of(block: Block) -> View:

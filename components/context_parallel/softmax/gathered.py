@@ -47,6 +47,11 @@ def unpack(
     return keys.unflatten(1, k.shape[1:]), values.unflatten(1, v.shape[1:])
 
 
+def no_tokens(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What ``unpack`` needs of them. Backward keeps this and the rows; not the same twice."""
+    return k.new_empty(0, *k.shape[1:]), v.new_empty(0, *v.shape[1:])
+
+
 class _Fetched(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -68,7 +73,8 @@ class _Fetched(torch.autograd.Function):
             keys, values = unpack(torch.cat([ahead, rows[mine]]), k, v)
             block = own_block(share, part, len(ahead))
             out[mine], lse[mine] = kernel.forward(q[mine], keys, values, block, scores)
-        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.save_for_backward(q, rows, out, lse)
+        ctx.keys_values = no_tokens(k, v)
         ctx.share, ctx.fetch, ctx.scores, ctx.kernel = share, fetch, scores, kernel
         return out, lse
 
@@ -77,24 +83,27 @@ class _Fetched(torch.autograd.Function):
     def backward(
         ctx: Any, grad_out: torch.Tensor | None, grad_lse: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
+        q, rows, out, lse = ctx.saved_tensors
+        k, v = ctx.keys_values
         share, fetch, scores, kernel = ctx.share, ctx.fetch, ctx.scores, ctx.kernel
-        reach, rows = Reach(share.layout, scores.window), pack(k, v)
+        reach = Reach(share.layout, scores.window)
         before = fetch.bring(rows, share, reach, "backward")
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out
         shift = shift_of(out, grad_out, grad_lse)
-        grad_q = torch.empty_like(q)
-        own, ahead_of = shift.new_empty(rows.shape), []
-        for part, mine, ahead in zip(_held(share), share.rows, before, strict=True):
+        grad_q, own = torch.empty_like(q), shift.new_empty(rows.shape)
+
+        def gradients(part: int, mine: slice, ahead: torch.Tensor) -> torch.Tensor:
+            # Of the rows before a part; those of the rank's own queries, keys and values are kept.
             keys, values = unpack(torch.cat([ahead, rows[mine]]), k, v)
             block = own_block(share, part, len(ahead))
             grad_q[mine], *grads = kernel.backward(
                 grad_out[mine], shift[mine], lse[mine], q[mine], keys, values, block, scores
             )
-            both = pack(*grads)
-            ahead_of.append(both[: len(ahead)])
-            own[mine] = both[len(ahead) :]
-        own += fetch.send_back(ahead_of, share, reach)
+            for total, grad in zip(unpack(own[mine], k, v), grads, strict=True):
+                total.copy_(grad[len(ahead) :])
+            return pack(*(grad[: len(ahead)] for grad in grads))
+
+        fetch.send_back(map(gradients, _held(share), share.rows, before), own, share, reach)
         grad_k, grad_v = unpack(own, k, v)
         return None, None, None, None, grad_q, grad_k.to(k.dtype), grad_v.to(v.dtype)
 

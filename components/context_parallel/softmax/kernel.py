@@ -105,7 +105,9 @@ class Kernel(ABC):
         block: Block,
         scores: Scores,
     ) -> Gradients:
-        """What the block adds to the gradients of q, k and v, in ``accumulation_dtype``.
+        """What the block adds to the gradients of q, k and v.
+
+        In their dtype, or a wider one: a sum of several is to be kept in ``accumulation_dtype``.
 
         Args:
             grad_out: (queries, N, Hv), of the output over all keys.
@@ -124,8 +126,10 @@ def shift_of(
     out: torch.Tensor, grad_out: torch.Tensor, grad_lse: torch.Tensor | None
 ) -> torch.Tensor:
     """``shift``, (queries, N), from an output, its gradient and the log-sum-exp's, if it has one"""
-    wide = accumulation_dtype(out.dtype)
-    shift = (out.to(wide) * grad_out.to(wide)).sum(-1)
+    shift = out.new_empty(out.shape[:-1], dtype=accumulation_dtype(out.dtype))
+    # A block at a time: wider copies of all would be the most that backward holds.
+    for rows in row_blocks(len(out), out[:1].numel()):
+        shift[rows] = (out[rows].to(shift.dtype) * grad_out[rows]).sum(-1)
     return shift if grad_lse is None else shift - grad_lse
 
 

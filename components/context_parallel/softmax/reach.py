@@ -91,7 +91,15 @@ def cross_block(share: Share, reach: Reach, part: int, before: int) -> Block:
     return Block(start, piece.begin, share.layout.parts[before].stop - keys, keys, share)
 
 
-def leaving_index(share: Share, reach: Reach) -> torch.Tensor:
-    """int64: which of this rank's rows leave."""
-    ranges = [torch.arange(r.start, r.stop) for r in reach.leaving_rows(share.rank)]
-    return torch.cat(ranges).to(share.device, non_blocking=True)
+def add_leaving(sums: torch.Tensor, more: torch.Tensor, share: Share, reach: Reach) -> None:
+    """Add to this rank's rows, in place, what there is for those that leave.
+
+    Args:
+        sums: (n, ...), this rank's.
+        more: (rows that leave, ...).
+    """
+    begin = 0
+    for some in reach.leaving_rows(share.rank):
+        end = begin + some.stop - some.start
+        sums[some] += more[begin:end]
+        begin = end

@@ -9,17 +9,25 @@ leaves all ranks the same number.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
 
 from components.context_parallel.share import Share
-from components.context_parallel.softmax.gathered import pack, unpack
-from components.context_parallel.softmax.kernel import Block, Kernel, Outputs, Scores, shift_of
+from components.context_parallel.softmax.gathered import no_tokens, pack, unpack
+from components.context_parallel.softmax.kernel import (
+    Block,
+    Gradients,
+    Kernel,
+    Outputs,
+    Scores,
+    shift_of,
+)
 from components.context_parallel.softmax.reach import (
     Reach,
+    add_leaving,
     cross_block,
-    leaving_index,
     own_block,
 )
 from components.context_parallel.softmax.rings import Rings, go_round
@@ -99,10 +107,15 @@ class _RingAttention(torch.autograd.Function):
                 blocks = meetings.own() if mine else meetings.others(rank)
                 for block, queries, keys in blocks:
                     some = unpack((rows if mine else held)[keys], k, v)
-                    found = kernel.forward(q[queries], *some, block, scores)
-                    _fold(out[queries], lse[queries], *found)
+                    # No name for what is found: it would stay until the next block's is there.
+                    _fold(
+                        out[queries],
+                        lse[queries],
+                        *kernel.forward(q[queries], *some, block, scores),
+                    )
         out = out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.save_for_backward(q, rows, out, lse)
+        ctx.keys_values = no_tokens(k, v)
         ctx.share, ctx.rings, ctx.scores, ctx.kernel = share, rings, scores, kernel
         return out, lse
 
@@ -111,24 +124,30 @@ class _RingAttention(torch.autograd.Function):
     def backward(
         ctx: Any, grad_out: torch.Tensor | None, grad_lse: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
+        q, rows, out, lse = ctx.saved_tensors
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out
-        turn = _Backward(ctx, q, k, v, lse, grad_out, shift_of(out, grad_out, grad_lse))
+        turn = _Backward(ctx, q, rows, lse, grad_out, shift_of(out, grad_out, grad_lse))
         turn.go_round()
+        k, v = ctx.keys_values
         grad_k, grad_v = unpack(turn.own, k, v)
         grads = turn.grad_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype)
         return None, None, None, None, *grads
 
 
 def _leave(rows: torch.Tensor, share: Share, reach: Reach) -> torch.Tensor:
-    return torch.cat([rows[some] for some in reach.leaving_rows(share.rank)])
+    """The rows that leave; no copy where they are next to each other."""
+    leaving = [some for some in reach.leaving_rows(share.rank) if some.stop > some.start]
+    if all(a.stop == b.start for a, b in pairwise(leaving)):
+        return rows[leaving[0].start : leaving[-1].stop] if leaving else rows[:0]
+    return torch.cat([rows[some] for some in leaving])
 
 
 def _fold(out: torch.Tensor, lse: torch.Tensor, more: torch.Tensor, more_lse: torch.Tensor) -> None:
     """Add more keys to an attention, in place. Either may have seen none: -inf, but not both."""
     total = torch.logaddexp(lse, more_lse)
     out.mul_(torch.exp(lse - total).unsqueeze(-1))
-    out.add_(more * torch.exp(more_lse - total).unsqueeze(-1))
+    # Of mixed precisions: no wider copy of ``more`` is made.
+    out.addcmul_(more, torch.exp(more_lse - total).unsqueeze(-1))
     lse.copy_(total)
 
 
@@ -139,8 +158,7 @@ class _Backward:
         self,
         ctx: Any,
         q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
+        rows: torch.Tensor,
         lse: torch.Tensor,
         grad_out: torch.Tensor,
         shift: torch.Tensor,
@@ -149,7 +167,7 @@ class _Backward:
         self.scores, self.kernel = ctx.scores, ctx.kernel
         self.reach = Reach(self.share.layout, self.scores.window)
         self.meetings = _Meetings(self.share, self.reach)
-        self.q, self.k, self.v, self.rows = q, k, v, pack(k, v)
+        self.q, self.rows, self.keys_values = q, rows, ctx.keys_values
         self.lse, self.grad_out, self.shift = lse, grad_out, shift
         self.grad_q = shift.new_zeros(q.shape)
         self.own = shift.new_zeros(self.rows.shape)
@@ -160,13 +178,11 @@ class _Backward:
         """Meet all ranks' rows. Sums ride round the inner ring; what they come to rides round the
         outer one. Neither begins with the rank's own, which it adds at the end."""
         mine = _leave(self.rows, self.share, self.reach)
-        home = self.own.new_zeros(mine.shape)
+        home: torch.Tensor | None = None
         outer = self._sums(self.rings.outer("ring_gradients", "backward"), self.rings.peers(), 1)
         for ring, members in go_round(self.rings, mine, self.leaving, "backward"):
             if ring == self.rings.own:
-                total = self._inner_round(ring, members, first=1)
-                if total is not None:
-                    home += total
+                home = self._inner_round(ring, members, first=1)
             else:
                 part = outer.begin()
                 total = self._inner_round(ring, members, first=0)
@@ -174,8 +190,10 @@ class _Backward:
                 part.copy_(total)
                 outer.end()
         if self.rings.outer_size > 1:
-            home += outer.home()
-        self.own[leaving_index(self.share, self.reach)] += home
+            arrived = outer.home()
+            home = arrived if home is None else home.add_(arrived)
+        if home is not None:
+            add_leaving(self.own, home, self.share, self.reach)
 
     def _inner_round(
         self, ring: int, members: Iterator[tuple[int, torch.Tensor]], first: int
@@ -201,14 +219,25 @@ class _Backward:
     ) -> None:
         """Add gradients of blocks whose keys are rows of ``held`` to the same rows of ``sums``."""
         for block, queries, keys in blocks:
-            grad_q, *grads = self.kernel.backward(
-                self.grad_out[queries],
-                self.shift[queries],
-                self.lse[queries],
-                self.q[queries],
-                *unpack(held[keys], self.k, self.v),
-                block,
-                self.scores,
-            )
-            self.grad_q[queries] += grad_q
-            sums[keys] += pack(*grads)
+            totals = self.grad_q[queries], *unpack(sums[keys], *self.keys_values)
+            some = unpack(held[keys], *self.keys_values)
+            _add_each(totals, self._gradients(queries, some, block))
+
+    def _gradients(
+        self, queries: slice, keys_values: tuple[torch.Tensor, torch.Tensor], block: Block
+    ) -> Gradients:
+        return self.kernel.backward(
+            self.grad_out[queries],
+            self.shift[queries],
+            self.lse[queries],
+            self.q[queries],
+            *keys_values,
+            block,
+            self.scores,
+        )
+
+
+def _add_each(totals: Gradients, grads: Gradients) -> None:
+    """In place; narrower ones are not copied first."""
+    for total, grad in zip(totals, grads, strict=True):
+        total.add_(grad)
