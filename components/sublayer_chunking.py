@@ -97,7 +97,8 @@ class SublayerChunking(Component):
             )
             return
         tokens = mixed_tokens(recipe)
-        if self.config.chunk_tokens >= tokens:
+        cut = any(self._wanted(_counts(recipe.model)).values())
+        if cut and self.config.chunk_tokens >= tokens:
             yield Problem(
                 f"{self.path}.chunk_tokens",
                 f"{self.config.chunk_tokens} is all of the {tokens} tokens that one rank holds "

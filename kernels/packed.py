@@ -1,9 +1,10 @@
 """Lengths of packed documents: what kernels that restart at each document ask of them."""
 
-from functools import lru_cache
 from itertools import accumulate
 
 import torch
+
+from kernels.tables import remembered
 
 
 def check_lengths(lengths: tuple[int, ...], tokens: int) -> None:
@@ -21,6 +22,7 @@ def bounds(lengths: tuple[int, ...]) -> list[int]:
     return [0, *accumulate(lengths)]
 
 
+@remembered(128)
 def bound_tensors(
     lengths: tuple[int, ...], device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -29,13 +31,5 @@ def bound_tensors(
     The same objects come back for the same lengths: all layers of a step share one copy to the
     device, and libraries that remember by identity what they derive from them find it again.
     """
-    return _bound_tensors(lengths, device, torch.is_inference_mode_enabled())
-
-
-@lru_cache(maxsize=128)
-def _bound_tensors(
-    lengths: tuple[int, ...], device: torch.device, inference: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    # ``inference`` keeps the two kinds apart: autograd cannot save a tensor of inference mode.
     host = torch.tensor(bounds(lengths), dtype=torch.int32)
     return host.to(device), host

@@ -1,7 +1,6 @@
 """The tokens just before a part that its short convolutions still see."""
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 
@@ -10,6 +9,7 @@ from components.context_parallel.share import Share
 from components.models.glm_flash.chunked.pieces import Piece
 from components.models.glm_flash.documents import Documents
 from kernels.packed import bounds
+from kernels.tables import remembered
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,7 +81,7 @@ class Halo:
         for before, part in self._held:
             first, *rest = part.lengths
             lengths += [before + first, *rest]
-        return _documents(tuple(lengths), self.share.device, torch.is_inference_mode_enabled())
+        return _documents(tuple(lengths), self.share.device)
 
     @property
     def _held(self) -> list[tuple[int, Piece]]:
@@ -109,10 +109,9 @@ class Halo:
         ]
 
 
-@lru_cache(maxsize=4)
-def _documents(lengths: tuple[int, ...], device: torch.device, inference: bool) -> Documents:
+@remembered(4)
+def _documents(lengths: tuple[int, ...], device: torch.device) -> Documents:
     """The same object for all layers of a step."""
-    # ``inference`` keeps the two kinds apart: autograd cannot save a tensor of inference mode.
     # Made on the host: the lengths are known, and asking the device for them would wait.
     made = Documents.from_lengths(lengths)
     position, start = (t.to(device, non_blocking=True) for t in (made.position, made.start))

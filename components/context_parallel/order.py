@@ -2,11 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 
 from kernels.packed import bounds
+from kernels.tables import remembered
 
 
 @dataclass(frozen=True)
@@ -56,23 +56,20 @@ class Order:
 
     def batch_of_packed(self, device: torch.device) -> torch.Tensor:
         """int64 (all rows,): for each packed row its place in the batch."""
-        return _tables(self, device, torch.is_inference_mode_enabled())[0]
+        return _tables(self, device)[0]
 
     def packed_of_batch(self, device: torch.device) -> torch.Tensor:
         """int64 (all rows,): for each row of the batch its packed place."""
-        return _tables(self, device, torch.is_inference_mode_enabled())[1]
+        return _tables(self, device)[1]
 
     def padded_of_batch(self, device: torch.device) -> torch.Tensor:
         """int64 (all rows,): for each row of the batch its padded place."""
-        return _tables(self, device, torch.is_inference_mode_enabled())[2]
+        return _tables(self, device)[2]
 
 
 # A batch has three orders: of tokens, pools and states. Tables of a million tokens take 24 MB.
-@lru_cache(maxsize=8)
-def _tables(
-    order: Order, device: torch.device, inference: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    # ``inference`` keeps the two kinds apart: autograd cannot save a tensor of inference mode.
+@remembered(8)
+def _tables(order: Order, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     begins = bounds(order.counts)
     packed = _ranges([(begins[p], order.counts[p]) for p in _by_rank(order.owners)])
     shift = torch.tensor([r * order.most - b for r, b in enumerate(bounds(order.sizes)[:-1])])

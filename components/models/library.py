@@ -157,13 +157,7 @@ class TitanModel(TitanAttentionSettings):
     def check_run(self, recipe: "Recipe") -> list[Finding]:
         """See ``ModelSettings.check_run``."""
         found = self.position.check_length(recipe.training.seq_len)
-        if self.family == "gpt_oss" and recipe.training.mixed_precision_param == "float32":
-            message = (
-                "'float32' fails in torchtitan's gpt-oss experts, which always return bfloat16; "
-                "use bfloat16"
-            )
-            found.append(("training.mixed_precision_param", message))
-        return found
+        return [*found, *_experts_with_biases(recipe)] if self.family == "gpt_oss" else found
 
     def _shape(self) -> _Shape:
         known = self.family in _FLAVOR_TABLES and self.flavor in flavors(self.family)
@@ -191,3 +185,23 @@ def _choices(value: str, options: Iterable[str]) -> str:
     names = list(options)
     legal = f"legal: {', '.join(names)}"
     return " ".join(filter(None, (did_you_mean(value, names), legal)))
+
+
+def _experts_with_biases(recipe: "Recipe") -> Iterator[Finding]:
+    """What torchtitan's gpt-oss experts do wrong without a word, or fail at."""
+    if recipe.training.mixed_precision_param == "float32":
+        message = (
+            "'float32' fails in torchtitan's gpt-oss experts, which always return bfloat16; "
+            "use bfloat16"
+        )
+        yield "training.mixed_precision_param", message
+    parallel = recipe.parallelism
+    tensor = parallel.tensor_parallel_degree
+    if tensor > 1 and parallel.expert_parallel_degree == 1:
+        # They look for the degree on a DTensor's mesh, and FSDP2 hands them plain tensors.
+        message = (
+            f"{tensor} with parallelism.expert_parallel_degree 1: torchtitan's gpt-oss experts "
+            "then add their second bias once on every tensor rank; legal: 1, or an "
+            "expert_parallel_degree of 2 or more, which spreads whole experts"
+        )
+        yield "parallelism.tensor_parallel_degree", message

@@ -49,12 +49,13 @@ LAYOUTS: dict[str, tuple[int, int, list[str]]] = {
     "cp2_ep2_all": (2, 2, [EXPERTS, *RECOMPUTE, *LLEP, *RING, *FEED_FORWARD, f"{KDA}=state"]),
     "cp2_ep2_two_rows": (2, 2, [EXPERTS, "training.local_batch_size=2", TWO_AT_A_TIME]),
     "cp2_recompute": (2, 2, [CONTIGUOUS, *RECOMPUTE, f"{KDA}=projections"]),
-    "cp2_full_recompute": (2, 2, ["components.full_recompute.enabled=true", f"{KDA}=state"]),
+    "cp2_full_recompute": (2, 2, ["components.full_recompute.enabled=true", f"{KDA}=state",
+                                  "debug.leak_guard=true"]),
     "cp4_ep2": (4, 4, [EXPERTS, *RECOMPUTE, *RING]),
     "cp4_state": (4, 4, [f"{KDA}=state"]),
     "cp2_fsdp2": (4, 2, [TWO_AT_A_TIME]),
     "cp2_fsdp2_all": (4, 2, [EXPERTS, *RECOMPUTE, *LLEP, *RING, TWO_AT_A_TIME]),
-}
+}  # fmt: skip
 QUICK = ("cp2",)
 
 

@@ -27,6 +27,8 @@ LAYOUTS = {
     "tensor2": [
         "parallelism.tensor_parallel_degree=2",
         "components.indexer_sharding.enabled=true",
+        # Their definition: ranks have no GPU.
+        "model.hyper_connections_kernel=auto",
     ],
     "fsdp2_ep2_recompute": [
         "parallelism.expert_parallel_degree=2",

@@ -60,7 +60,8 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "tp2_chunks_kept": (
         2,
         [*RECOMPUTE, *CHUNKS, "components.layer_recompute.keep_sublayers=true",
-         "components.layer_recompute.every=2"],
+         "components.layer_recompute.every=2", "components.sublayer_chunking.streams=true",
+         "components.sublayer_chunking.shared_expert=true"],
     ),
     "tp2_experts_in_chunks": (2, [*RECOMPUTE, *CHUNKED_EXPERTS]),
     "tp2_full_recompute": (2, ["components.full_recompute.enabled=true"]),
@@ -68,7 +69,7 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "tp2_ep2": (2, [EXPERTS, LOAD]),
     "tp2_ep2_all": (2, [EXPERTS, *RECOMPUTE, *LLEP, *CHUNKS, INDEXER]),
     "tp2_fsdp2": (4, [INDEXER]),
-    "cp2_tp2": (4, CONTEXT),
+    "cp2_tp2": (4, [*CONTEXT, LOAD]),
     "cp2_tp2_state": (4, [*CONTEXT, "components.context_parallel.kda=state", INDEXER]),
     "cp2_tp2_ep2_all": (4, [*CONTEXT, EXPERTS, *RECOMPUTE, *LLEP, *FEED_FORWARD, INDEXER]),
 }  # fmt: skip

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from components.expert_dispatch.counts import fullest
 from components.expert_dispatch.partition import ChunkRule, Membership, agree, chunk_of
 from tests.send_tables import send_table
 
@@ -114,3 +115,10 @@ def test_a_rank_that_holds_more_than_the_fullest_is_refused() -> None:
 
 def test_alone_a_rank_agrees_with_itself() -> None:
     assert agree(rule(4, 4), 9, None, torch.device("cpu")) == rule(4, 4).cut(9)
+
+
+def test_the_fullest_ranks_tokens_follow_from_everyones_routes() -> None:
+    """Of two ranks with two chunks and three experts, two routes a token; the second has none."""
+    counts = torch.tensor([[[3, 1, 0], [0, 1, 1]], [[0, 0, 0], [0, 0, 0]]])
+    assert fullest(counts, top_k=2) == 3
+    assert fullest(counts.zero_(), top_k=2) == 0

@@ -159,3 +159,9 @@ def test_distances_are_kept_by_the_component_alone() -> None:
     ((key, message),) = stock.model.check_run(stock)
     assert key == "model.position.kind"
     assert "components.context_parallel.enabled=true" in message
+
+
+def test_rows_of_a_batch_are_one_sequence_to_its_ranks() -> None:
+    one, two = (split(f"training.local_batch_size={rows}") for rows in (1, 2))
+    assert (one.tokens * one.ranks, two.tokens) == (512 * 1024, 2 * one.tokens)
+    assert two.exchanged("softmax") == 2 * one.exchanged("softmax")

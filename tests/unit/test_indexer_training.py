@@ -153,14 +153,20 @@ def test_a_kernel_teaches_under_recomputation_what_the_plain_attention_does(
 
 
 @pytest.mark.parametrize(
-    ("setting", "mass"), [("selected", 4 * 512), ("visible", 0)], ids=lambda value: str(value)
+    ("setting", "tokens", "mass"),
+    [("selected", 8192, 4 * 512), ("selected", 1024, 4 * 256), ("visible", 8192, 0)],
+    ids=str,
 )
-def test_the_plan_has_the_probabilities_that_a_kernel_writes_down(setting: str, mass: int) -> None:
+def test_the_plan_has_the_probabilities_that_a_kernel_writes_down(
+    setting: str, tokens: int, mass: int
+) -> None:
+    """A query has as many pools as its document, at most."""
     recipes = Path(__file__).parents[2] / "recipes"
     support = f"components.indexer_training.support={setting}"
-    recipe = load_recipe(recipes / "glm_flash_4layer_8k_1xh200.yaml", [*ON, support]).recipe
+    settings = [*ON, support, f"training.seq_len={tokens}"]
+    recipe = load_recipe(recipes / "glm_flash_4layer_8k_1xh200.yaml", settings).recipe
     recipe.model.sparse_mla_kernel = "tilelang"
     found = {t.name: t.nbytes for t in memory_terms(recipe, Target("cuda", 1))}
-    keys = 8192 // 4 * 128 * 4
-    expected = 8192 * mass + keys + absorbed.CHUNK_BYTES
+    keys = tokens // 4 * 128 * 4
+    expected = tokens * mass + keys + absorbed.CHUNK_BYTES
     assert found["the indexers' loss, in one layer's backward"] == expected

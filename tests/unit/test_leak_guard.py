@@ -13,6 +13,7 @@ import torch
 import torch.nn as nn
 from torch.utils.checkpoint import checkpoint
 
+from components.context_parallel.order import Order
 from components.core.base import Component
 from components.titan.memory.holders import held_by_modules, tensors_in
 from components.titan.memory.leak_guard import ActivationLeak, LeakGuard
@@ -51,6 +52,20 @@ class KeepOnDispatcher(Component):
             router.dispatcher.history.append(next(o for o in output if o.requires_grad).detach())
 
         router.register_forward_hook(keep)
+
+
+class TablesOnRouter(Component):
+    """A router that asks for the tables of documents which every batch has anew."""
+
+    name = "tables_on_router"
+
+    def on_built(self, trainer: RecipeTrainer) -> None:
+        lengths = iter(range(1000, 2000))
+
+        def ask(router: nn.Module, args: Any, output: Any) -> None:
+            Order.of((1, next(lengths)), (1, 0)).batch_of_packed(torch.device("cpu"))
+
+        router_of(trainer).register_forward_hook(ask)
 
 
 @pytest.fixture(scope="module")
@@ -93,6 +108,14 @@ def test_probabilities_kept_by_an_object_behind_a_module_are_named(
     leaky = KeepOnDispatcher(Component.Config())
     with pytest.raises(ActivationLeak, match=r"moe\.router\.dispatcher\.history\[0\] \("):
         train(tmp_path, guarded(corpus, recompute), components=[leaky])
+
+
+def test_tables_of_documents_outlive_the_layer_that_asked_for_them(
+    tmp_path: Path, corpus: Path
+) -> None:
+    settings = guarded(corpus, True, "training.seq_len=64", "checkpoint.enable=false")
+    train(tmp_path, settings, components=[TablesOnRouter(Component.Config())])
+    assert len(losses(tmp_path)) == 2
 
 
 @pytest.mark.parametrize("recompute", [False, True])

@@ -9,6 +9,10 @@ from torchtitan.models.common.decoder import Decoder
 from components.models.library import TitanFamily, TitanModel, flavors
 from components.models.position import LibraryPosition
 from components.models.titan_attention import TitanAttention
+from launch.config.groups import RECIPES
+from launch.config.load import load_recipe
+
+ALONE = SimpleNamespace(tensor_parallel_degree=1, expert_parallel_degree=1)
 
 
 @pytest.mark.parametrize("family", get_args(TitanFamily))
@@ -91,13 +95,28 @@ def test_a_wrong_switch_does_not_hide_the_shape() -> None:
     assert model.check() and model.n_layers == 32
 
 
+@pytest.mark.parametrize(
+    ("tensor", "experts", "refused"), [(2, 1, True), (2, 2, False), (1, 1, False)]
+)
+def test_gpt_oss_experts_refuse_to_be_sliced(tensor: int, experts: int, refused: bool) -> None:
+    """Their second bias would be added once on every tensor rank."""
+    degrees = [
+        f"parallelism.tensor_parallel_degree={tensor}",
+        f"parallelism.expert_parallel_degree={experts}",
+    ]
+    recipe = load_recipe(RECIPES / "gpt_oss_20b_128k_8xh200.yaml", degrees).recipe
+    found = recipe.model.check_run(recipe)
+    assert [key for key, _ in found] == ["parallelism.tensor_parallel_degree"] * refused
+    assert all("expert_parallel_degree of 2 or more" in message for _, message in found)
+
+
 @pytest.mark.parametrize("family", ["gpt_oss", "qwen3"])
 def test_gpt_oss_experts_refuse_float32(family: Any) -> None:
     model = TitanModel(family=family, flavor="debugmodel")
     found = []
     for dtype in ("bfloat16", "float32"):
         training = SimpleNamespace(mixed_precision_param=dtype, seq_len=2048)
-        recipe: Any = SimpleNamespace(training=training)
+        recipe: Any = SimpleNamespace(training=training, parallelism=ALONE)
         found += model.check_run(recipe)
     message = (
         "'float32' fails in torchtitan's gpt-oss experts, which always return bfloat16; "
@@ -161,7 +180,7 @@ def test_a_sequence_beyond_the_stretched_context_is_refused() -> None:
     assert model.check() == []
     assert model.max_seq_len == 8192
     training = SimpleNamespace(mixed_precision_param="bfloat16", seq_len=16_384)
-    recipe: Any = SimpleNamespace(training=training)
+    recipe: Any = SimpleNamespace(training=training, parallelism=ALONE)
     ((key, message),) = model.check_run(recipe)
     assert key == "model.position.factor"
     assert message.startswith("2.0 x model.position.original_seq_len = 8192 tokens")

@@ -177,6 +177,14 @@ def test_streams_are_merged_again_by_trimmed_functions_alone() -> None:
     assert problems([*streams, *parts, TRIMMED]) == []
 
 
+def test_the_size_of_chunks_matters_only_where_a_part_is_cut() -> None:
+    streams = [f"{CHUNKING}.streams=true", f"{CHUNKING}.chunk_tokens=16k", TRIMMED]
+    parts = [f"{CHUNKING}.{part}=false" for part in ("kda", "dsa", "feed_forward")]
+    (only,) = problems(streams)
+    assert f"{CHUNKING}.chunk_tokens: 16384 is all of the" in only
+    assert problems([*streams, *parts]) == []
+
+
 def terms(changes: list[str]) -> dict[str, int]:
     settings: list[Any] = [
         *ON, "training.seq_len=128k", "training.local_batch_size=1",
@@ -198,3 +206,15 @@ def test_memory_terms_are_the_outputs_and_states_that_recomputed_layers_take() -
     kept = ["components.layer_recompute.every=2", "components.layer_recompute.keep_sublayers=true"]
     # Sub-layers' outputs are kept anyway, but for the last layers of segments: 1 and 3.
     assert sorted(terms([*on, *kept]).values()) == sorted([2 * 2**17 * 8192, states])
+
+
+def test_memory_terms_of_one_of_two_tensor_ranks() -> None:
+    """Outputs wait to be summed over ranks, so that sub-layers' outputs are others, and every rank
+    has those of all tokens; states are those of its heads."""
+    on = ["components.full_recompute.enabled=false", *RECOMPUTE]
+    two = ["parallelism.tensor_parallel_degree=2", "hardware.ranks=2"]
+    kept = ["components.layer_recompute.every=2", "components.layer_recompute.keep_sublayers=true"]
+    states, output = 3 * 7 * 4 * 2**20 // 2, 2**17 * 8192
+    mixers = [*on, *two, f"{CHUNKING}.feed_forward=false"]
+    for changes in (mixers, [*mixers, *kept]):
+        assert sorted(terms(changes).values()) == sorted([4 * output, states])

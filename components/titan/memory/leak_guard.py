@@ -27,6 +27,7 @@ from components.titan.memory.storages import (
     storage_key,
     unwrapped,
 )
+from kernels.tables import being_made
 
 if TYPE_CHECKING:
     from components.titan.trainer import RecipeTrainer
@@ -80,8 +81,9 @@ class LeakGuard:
 
     Single numbers without a graph may be kept, for metrics. In the first micro-batch only what a
     module holds with its graph counts: the rest may be a cache, and is a leak if a later one
-    makes it again. What is made in backward outside of a module's forward is a leak only if a
-    module holds it. The inside of compiled kernels is not seen.
+    makes it again; but for ``kernels.tables``, which other documents need anew. What is made in
+    backward outside of a module's forward is a leak only if a module holds it. The inside of
+    compiled kernels is not seen.
     """
 
     def __init__(self, trainer: "RecipeTrainer") -> None:
@@ -120,7 +122,7 @@ class LeakGuard:
 
     def _made_now(self, tensor: torch.Tensor, operation: str) -> None:
         place = self._tracker.here
-        if not place.layer:
+        if not place.layer or being_made():
             return
         storage = tensor.untyped_storage()
         key = storage._cdata
