@@ -83,7 +83,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("budget", "sent"), [("null", 2), (f"{1.5 * ONE}", 1)])
+@pytest.mark.parametrize(
+    ("budget", "sent"),
+    [pytest.param("null", 2, marks=pytest.mark.slow), (f"{1.5 * ONE}", 1)],
+)
 def test_ranks_decide_alike_and_learn_the_same(budget: str, sent: int, folder: Path) -> None:
     name = f"budget_{sent}"
     extra = [f"{NAME}.enabled=true", f"{NAME}.streams=true", f"{NAME}.host_budget_gib={budget}"]

@@ -152,6 +152,7 @@ def test_a_stop_and_a_crash_later_the_run_is_the_same_to_the_bit(
     assert len(list((stopped / "history").iterdir())) == 2
 
 
+@pytest.mark.slow
 def test_ctrl_c_saves_and_the_printed_command_continues(
     finished: tuple[Path, str], tmp_path: Path
 ) -> None:
@@ -170,6 +171,7 @@ def test_ctrl_c_saves_and_the_printed_command_continues(
     assert by_step(stopped) == {k: v for k, v in by_step(run).items() if k <= 12}
 
 
+@pytest.mark.slow
 def test_another_recipe_cannot_continue_a_run(finished: tuple[Path, str]) -> None:
     run, _ = finished
     overrides = [

@@ -97,5 +97,6 @@ def everything() -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_benchmark_measures_every_method_and_refuses_wrong_ones(tmp_path: Path) -> None:
     run_ranks(everything, RANKS, tmp_path)

@@ -178,5 +178,6 @@ def everything() -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_benchmark_measures_every_variant_and_its_peer_is_exact(tmp_path: Path) -> None:
     run_ranks(everything, RANKS, tmp_path)

@@ -48,6 +48,7 @@ LAYOUTS = {
         "model.hyper_connections_kernel=auto",
     ],
 }
+QUICK = ("fsdp2", "tensor2", "fsdp2_ep2_experts_in_chunks")
 PLANNED = {
     "fsdp2_ep2_planned": [
         "parallelism.expert_parallel_degree=2",
@@ -220,7 +221,9 @@ def test_one_rank_trains_all_but_the_indexer_and_moves_every_bias(single: Path) 
         assert not torch.equal(first, last)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", [pytest.param(n, marks=[] if n in QUICK else [pytest.mark.slow]) for n in LAYOUTS]
+)
 def test_losses_gradients_and_biases_equal_one_rank(layout: str, single: Path) -> None:
     assert_as_one(single, layout, two_ranks(single, layout))
 

@@ -24,7 +24,7 @@ def run(run_dir: str, settings: list[str]) -> None:
 @pytest.mark.parametrize(
     ("layout", "recompute"),
     [
-        ("fsdp2_ep2", "true"),
+        pytest.param("fsdp2_ep2", "true", marks=pytest.mark.slow),
         pytest.param("fsdp2", "false", marks=pytest.mark.slow),
         pytest.param("tensor2", "true", marks=pytest.mark.slow),
     ],

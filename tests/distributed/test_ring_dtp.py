@@ -124,7 +124,7 @@ def assert_continues(folder: Path, name: str) -> None:
         assert error < 2e-3, f"{key}: {error:.2e}"
 
 
-@pytest.mark.parametrize("way", ["with", "without"])
+@pytest.mark.parametrize("way", ["with", pytest.param("without", marks=pytest.mark.slow)])
 def test_one_rank_continues_what_two_began(way: str, single: Path) -> None:
     to_be_continued(single, way)
     continue_run(way, ON if way == "with" else [], str(single))

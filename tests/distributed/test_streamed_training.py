@@ -122,6 +122,7 @@ def test_a_gradient_broken_on_one_rank_is_a_step_left_out_by_all(streamed: Path)
     assert_same_tensors(streamed / "checkpoint/step-5", streamed / "checkpoint/step-4")
 
 
+@pytest.mark.slow
 def test_one_rank_takes_over_what_two_wrote(folder: Path) -> None:
     run = continued(folder / "stock", 2, folder / "one")
     reload_rank(run, settings(str(folder / "corpus"), 4, *ON))

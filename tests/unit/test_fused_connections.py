@@ -163,6 +163,7 @@ RECOMPUTED = [
 
 
 @pytest.mark.filterwarnings("error:FSDP2-wrapped module")
+@pytest.mark.slow
 def test_a_run_in_kernels_that_replays_merges_learns_what_the_plain_one_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

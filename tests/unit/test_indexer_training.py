@@ -129,6 +129,7 @@ def test_recomputation_changes_no_gradient_and_counts_once(
     assert one == pytest.approx(other, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_a_kernel_teaches_under_recomputation_what_the_plain_attention_does(
     tmp_path: Path, overrides: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
