@@ -189,6 +189,7 @@ def test_another_recipe_cannot_continue_a_run(finished: tuple[Path, str]) -> Non
     assert f"checkpoint.initial_load_path={run}/checkpoint/step-{STEPS}" in output
 
 
+@pytest.mark.slow
 def test_a_finished_run_has_nothing_to_continue(finished: tuple[Path, str]) -> None:
     run, _ = finished
     process = start("quickstart", 2, [*settings(run.parents[2]), f"checkpoint.resume={run}"])

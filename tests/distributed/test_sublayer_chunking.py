@@ -54,13 +54,8 @@ def single(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return single_run(tmp_path_factory.mktemp("glm_chunks"), starve_rank_1=False)
 
 
-QUICK = ("fsdp2_ep2_recompute",)
-
-
-@pytest.mark.parametrize(
-    "layout",
-    [pytest.param(n, marks=[] if n in QUICK else [pytest.mark.slow]) for n in LAYOUTS],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_two_ranks_in_chunks_equal_one_rank_whole(layout: str, single: Path) -> None:
     seed = str(single / "seed/checkpoint/step-0")
     arguments = layout, str(single / "corpus"), seed, str(single)
