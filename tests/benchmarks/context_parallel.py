@@ -31,8 +31,8 @@ from tests.benchmarks.context_shapes import MIXERS, SIZES, Shape
 from tests.benchmarks.harness import relative_error
 from tests.benchmarks.machine import Machine, roofline
 from tests.benchmarks.probes import Probe, make_probe
-from tests.benchmarks.ranks import Progress, command, highest, peak_of, start_ranks
-from tests.benchmarks.training import RESULTS, heading, publish, settled_machine
+from tests.benchmarks.ranks import Progress, highest, peak_of, ranks_heading, start_ranks
+from tests.benchmarks.training import RESULTS, publish, settled_machine
 
 if TYPE_CHECKING:
     from tests.benchmarks.context_variants import Bench, Variant
@@ -89,13 +89,10 @@ def _record(
     options: argparse.Namespace, arguments: Sequence[str], machine: Machine
 ) -> dict[str, Any]:
     return {
-        **heading("context_parallel", options, arguments, [], machine),
-        "command": command("context_parallel", arguments),
-        "ranks": dist.get_world_size(),
+        **ranks_heading("context_parallel", options, arguments, machine),
         "size": options.size,
         "layout": options.layout,
         "shape": asdict(SIZES[options.size]),
-        "ceilings": asdict(machine.ceilings),
         "mixers": [],
     }
 

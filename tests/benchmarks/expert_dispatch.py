@@ -38,8 +38,8 @@ from tests.benchmarks.expert_shapes import (
 from tests.benchmarks.harness import relative_error
 from tests.benchmarks.machine import Machine
 from tests.benchmarks.probes import Probe, make_probe
-from tests.benchmarks.ranks import Progress, command, highest, peak_of, start_ranks
-from tests.benchmarks.training import RESULTS, heading, publish, settled_machine
+from tests.benchmarks.ranks import Progress, highest, peak_of, ranks_heading, start_ranks
+from tests.benchmarks.training import RESULTS, publish, settled_machine
 
 if TYPE_CHECKING:
     from tests.benchmarks.expert_variants import Bench, Variant
@@ -85,12 +85,9 @@ def _record(
     options: argparse.Namespace, arguments: Sequence[str], machine: Machine
 ) -> dict[str, Any]:
     return {
-        **heading("expert_dispatch", options, arguments, [], machine),
-        "command": command("expert_dispatch", arguments),
-        "ranks": dist.get_world_size(),
+        **ranks_heading("expert_dispatch", options, arguments, machine),
         "size": options.size,
         "shape": asdict(SIZES[options.size]),
-        "ceilings": asdict(machine.ceilings),
         "profiles": [],
     }
 

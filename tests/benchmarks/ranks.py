@@ -1,17 +1,20 @@
 """Ranks of one benchmark: how they start, what they agree on, and what they say."""
 
+import argparse
 import os
 import shlex
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from tests.benchmarks.machine import Machine
 from tests.benchmarks.probes import Device, Probe
+from tests.benchmarks.training import heading
 
 
 def start_ranks(device: Device, hang_seconds: int) -> None:
@@ -32,10 +35,25 @@ def start_ranks(device: Device, hang_seconds: int) -> None:
     )
 
 
-def command(module: str, arguments: Sequence[str]) -> str:
-    """What these ranks were started with: ``arguments`` of a module of this package."""
-    start = ["torchrun", "--standalone", "--nproc-per-node", str(dist.get_world_size())]
-    return shlex.join([*start, "-m", f"tests.benchmarks.{module}", *arguments])
+def ranks_heading(
+    module: str, options: argparse.Namespace, arguments: Sequence[str], machine: Machine
+) -> dict[str, Any]:
+    """What a record of several ranks begins with, what they were started with included.
+
+    Args:
+        module: of this package.
+        options: see ``training.heading``.
+        arguments: as the module was given them.
+        machine: measured before.
+    """
+    ranks = dist.get_world_size()
+    start = ["torchrun", "--standalone", "--nproc-per-node", str(ranks)]
+    return {
+        **heading(module, options, arguments, [], machine),
+        "command": shlex.join([*start, "-m", f"tests.benchmarks.{module}", *arguments]),
+        "ranks": ranks,
+        "ceilings": asdict(machine.ceilings),
+    }
 
 
 def highest(value: float) -> float:

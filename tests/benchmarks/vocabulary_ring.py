@@ -35,8 +35,8 @@ from tests.benchmarks.cases.chunked_loss import IGNORED, Inputs
 from tests.benchmarks.cases.vocabulary_loss import CASE
 from tests.benchmarks.harness import relative_error
 from tests.benchmarks.probes import Device, Probe, make_probe
-from tests.benchmarks.ranks import Progress, command, highest, start_ranks
-from tests.benchmarks.training import RESULTS, heading, publish, settled_machine
+from tests.benchmarks.ranks import Progress, highest, ranks_heading, start_ranks
+from tests.benchmarks.training import RESULTS, publish, settled_machine
 
 _GIB = 2**30
 
@@ -174,11 +174,8 @@ def main(arguments: Sequence[str]) -> int:
         machine = settled_machine(device)
         figures = measure(size, make_probe(device), options)
         record = {
-            **heading("vocabulary_ring", options, arguments, [], machine),
-            "command": command("vocabulary_ring", arguments),
-            "ranks": dist.get_world_size(),
+            **ranks_heading("vocabulary_ring", options, arguments, machine),
             "size": asdict(size),
-            "ceilings": asdict(machine.ceilings),
             # As many products as if a rank had the head alone.
             "floor": asdict(chunked_loss.floor(size, machine)),
             "variants": figures,
