@@ -76,8 +76,9 @@ class SublayerChunking(Component):
 
         streams: bool = False
         """Residual streams between a layer's mixer and its feed-forward part: not kept, but merged
-        again, a block of tokens at a time, by each of the three functions that need them in
-        backward. The same bits; takes components.precision_trimming.hyper_connections."""
+        again by each function that needs them in backward: two of the kernels', all at once, or
+        three of plain torch, a block of tokens at a time. The same bits. In plain torch it takes
+        components.precision_trimming.hyper_connections."""
 
         def __post_init__(self) -> None:
             if self.chunk_tokens < _UNIT or self.chunk_tokens % _UNIT:
@@ -132,20 +133,14 @@ class SublayerChunking(Component):
     def _check_streams(self, recipe: "Recipe", target: Target) -> Iterator[Problem]:
         assert isinstance(recipe.model, GlmFlashModel)
         trimming = recipe.components.precision_trimming
-        if not trimming.enabled or trimming.hyper_connections is False:
+        trimmed = trimming.enabled and trimming.hyper_connections is not False
+        if not trimmed and not form_of(recipe.model, recipe, target.device).fused_streams:
             yield Problem(
                 f"{self.path}.streams",
                 "true merges streams again by components.precision_trimming.hyper_connections, "
-                "which is off",
+                "which is off, or in kernels, which model.hyper_connections_kernel "
+                f"{recipe.model.hyper_connections_kernel!r} does not choose on {target.device}",
                 f"use components.precision_trimming.enabled=true, or {self.path}.streams=false",
-            )
-        if form_of(recipe.model, recipe, target.device).fused_streams:
-            yield Problem(
-                f"{self.path}.streams",
-                "true cannot be combined with model.hyper_connections_kernel "
-                f"{recipe.model.hyper_connections_kernel!r} on {target.device}, whose kernels keep "
-                "the streams",
-                f"use model.hyper_connections_kernel=torch, or {self.path}.streams=false",
             )
 
     def apply(self, plan: RunPlan) -> None:

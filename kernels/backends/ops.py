@@ -17,6 +17,7 @@ from kernels.backends import machine
 from kernels.backends.machine import Gpus
 from kernels.backends.registry import Backend, Operation, Shape
 from kernels.dsa.pooling import Pools
+from kernels.hyper_connections.merge import MadeOf
 from kernels.hyper_connections.naive import Constants
 
 
@@ -91,13 +92,24 @@ class HyperConnectionKernels(Protocol):
     """One site of the residual streams, with gradients. See ``kernels.hyper_connections.fused``."""
 
     def map_and_read(
-        self, streams: torch.Tensor, fn: torch.Tensor, terms: torch.Tensor, constants: Constants
+        self,
+        streams: torch.Tensor,
+        fn: torch.Tensor,
+        terms: torch.Tensor,
+        constants: Constants,
+        made_of: MadeOf,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """A mixer's input, the streams for ``merge``, and two of the three maps."""
         ...
 
     def merge(
-        self, streams: torch.Tensor, out: torch.Tensor, post: torch.Tensor, mix: torch.Tensor
+        self,
+        streams: torch.Tensor,
+        out: torch.Tensor,
+        post: torch.Tensor,
+        mix: torch.Tensor,
+        made_of: MadeOf,
+        unread: bool,
     ) -> torch.Tensor:
         """The streams after the mixer."""
         ...

@@ -1,11 +1,17 @@
-"""One site of the streams with gradients: what is kept for backward are the streams themselves."""
+"""One site of the streams with gradients: kept for backward are the streams, or what made them."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from kernels.hyper_connections import op
+from kernels.hyper_connections.merge import MadeOf
 from kernels.hyper_connections.naive import Constants
+from kernels.row_blocks import row_blocks
+
+AGAIN = 2**26
+"""Numbers of streams that the backward of ``merge`` merges again together."""
 
 
 class _MapAndRead(torch.autograd.Function):
@@ -21,9 +27,10 @@ class _MapAndRead(torch.autograd.Function):
         fn: torch.Tensor,
         terms: torch.Tensor,
         constants: Constants,
+        *made_of: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         made, lead = op.map_and_read(_flat(streams, 2), fn, terms, constants), streams.shape[:-2]
-        ctx.save_for_backward(streams, fn, terms, made.z, made.norm)
+        ctx.save_for_backward(fn, terms, made.z, made.norm, *(made_of or (streams,)))
         ctx.constants = constants
         ctx.set_materialize_grads(False)
         x, post, mix = (_unflat(t, lead) for t in made[:3])
@@ -38,8 +45,8 @@ class _MapAndRead(torch.autograd.Function):
         dpost: torch.Tensor | None,
         dmix: torch.Tensor | None,
     ) -> tuple[torch.Tensor | None, ...]:
-        streams, fn, terms, z, norm = ctx.saved_tensors
-        flat = _flat(streams, 2)
+        fn, terms, z, norm, *kept = ctx.saved_tensors
+        flat = _streams_of(kept)
         tokens, n, dim = flat.shape
         of_fn = ctx.needs_input_grad[1]
         dstreams, dfn, dterms = op.map_and_read_backward(
@@ -49,21 +56,62 @@ class _MapAndRead(torch.autograd.Function):
             None if dheld is None else _flat(dheld, 2),
             flat, fn, terms, z, norm, ctx.constants, of_weight=of_fn,
         )  # fmt: skip
-        return dstreams.view(streams.shape), dfn if of_fn else None, dterms, None
+        # What streams were merged of begins with streams of the same shape.
+        made_of = (None for _ in kept[1:] and kept)
+        return dstreams.view(kept[0].shape), dfn if of_fn else None, dterms, None, *made_of
 
 
 class _Merge(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, *inputs: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(*inputs)
-        return _unflat(op.merge(*_all_flat(*inputs)), inputs[0].shape[:-2])
+    def forward(
+        ctx: Any,
+        streams: torch.Tensor,
+        out: torch.Tensor,
+        post: torch.Tensor,
+        mix: torch.Tensor,
+        unread: bool,
+        *made_of: torch.Tensor,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(out, post, mix, *(made_of or (streams,)))
+        if unread:
+            return streams.new_zeros(()).expand(streams.shape)
+        return _unflat(op.merge(*_all_flat(streams, out, post, mix)), streams.shape[:-2])
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        inputs = ctx.saved_tensors
-        found = op.merge_backward(_flat(grad, 2), *_all_flat(*inputs))
-        return tuple(f.view(t.shape) for f, t in zip(found, inputs, strict=True))
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        out, post, mix, *kept = ctx.saved_tensors
+        inputs, rows = (kept[0], out, post, mix), _flat(grad, 2)
+        _, *parts = _all_flat(*inputs)
+        if len(kept) == 1:
+            found = op.merge_backward(rows, _flat(kept[0], 2), *parts)
+        else:
+            found = _merge_backward_in_blocks(rows, kept, parts)
+        grads = (f.view(t.shape) for f, t in zip(found, inputs, strict=True))
+        return *grads, None, *(None for _ in kept[1:] and kept)
+
+
+def _merge_backward_in_blocks(
+    grad: torch.Tensor, made_of: Sequence[torch.Tensor], parts: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, ...]:
+    """``op.merge_backward`` of streams that are merged again, some at a time: at the end of a layer
+    the gradients of its result and of its streams live beside everything that it keeps."""
+    source = _all_flat(*made_of)
+    wholes = tuple(torch.empty_like(t) for t in (grad, *parts))
+    for block in row_blocks(len(grad), grad.shape[1:].numel(), AGAIN):
+        streams = op.merge(*(t[block] for t in source))
+        pieces = op.merge_backward(grad[block], streams, *(t[block] for t in parts))
+        for whole, piece in zip(wholes, pieces, strict=True):
+            whole[block] = piece
+    return wholes
+
+
+def _streams_of(kept: Sequence[torch.Tensor]) -> torch.Tensor:
+    """(T, n, D): streams that were kept, or merged again of what was."""
+    if len(kept) == 1:
+        return _flat(kept[0], 2)
+    streams, out, post, mix = kept
+    return op.merge(*_all_flat(streams, out, post, mix))
 
 
 def _flat(tensor: torch.Tensor, own: int) -> torch.Tensor:
@@ -83,7 +131,11 @@ def _all_flat(
 
 
 def map_and_read(
-    streams: torch.Tensor, fn: torch.Tensor, terms: torch.Tensor, constants: Constants
+    streams: torch.Tensor,
+    fn: torch.Tensor,
+    terms: torch.Tensor,
+    constants: Constants,
+    made_of: MadeOf = (),
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """See ``op.map_and_read``; keeps its inputs, ``z`` and ``norm``.
 
@@ -92,16 +144,28 @@ def map_and_read(
         fn: (n^2 + 2n, n * D).
         terms: (2, n^2 + 2n).
         constants: of the model.
+        made_of: kept instead of ``streams``, which backward merges again, whole.
 
     Returns:
         A mixer's input (..., D); the streams, for ``merge``: whatever else uses them costs a pass
         over their gradient; post (..., n); mix (..., n, n).
     """
-    return _MapAndRead.apply(streams, fn, terms, constants)
+    return _MapAndRead.apply(streams, fn, terms, constants, *made_of)
 
 
 def merge(
-    streams: torch.Tensor, out: torch.Tensor, post: torch.Tensor, mix: torch.Tensor
+    streams: torch.Tensor,
+    out: torch.Tensor,
+    post: torch.Tensor,
+    mix: torch.Tensor,
+    made_of: MadeOf = (),
+    unread: bool = False,
 ) -> torch.Tensor:
-    """See ``op.merge``, with leading dimensions (...) for T; keeps its inputs."""
-    return _Merge.apply(streams, out, post, mix)
+    """See ``op.merge``, with leading dimensions (...) for T; keeps its inputs.
+
+    Args:
+        streams, out, post, mix: as there.
+        made_of: kept instead of ``streams``, which backward merges again, ``AGAIN`` at a time.
+        unread: only the graph is wanted; returns zeros that take no memory.
+    """
+    return _Merge.apply(streams, out, post, mix, unread, *made_of)

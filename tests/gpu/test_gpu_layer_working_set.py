@@ -19,9 +19,12 @@ from components.models.glm_flash.chunked.overrides import (
     chunked_shared_expert,
 )
 from components.models.glm_flash.documents import Documents
+from components.models.glm_flash.fused_connections import triton_hyper_connections
+from components.models.glm_flash.hyper_connections import HyperConnection
 from components.models.glm_flash.kda import KDA
 from components.recompute.layer import RecomputedLayer
 from tests.gpu.test_gpu_glm_flash import block_config, cast, with_fla
+from tests.swaps import swap_parts
 
 pytestmark = [
     pytest.mark.gpu,
@@ -42,7 +45,9 @@ SLOWER = 1.03
 
 
 def in_chunks(config: GlmFlashBlock.Config, chunk: int, more: bool) -> GlmFlashBlock.Config:
-    """Parts in chunks; ``more``: shared experts as well, and streams merged again."""
+    """Parts in chunks, streams in kernels; ``more``: shared experts as well, and streams merged
+    again."""
+    swap_parts(config, HyperConnection.Config, triton_hyper_connections)
     mixer = chunked_kda if isinstance(config.attention, KDA.Config) else chunked_dsa
     config.attention = mixer(config.attention, chunk_tokens=chunk)
     if config.moe is None:

@@ -36,8 +36,9 @@ from components.models.glm_flash.short_conv import ShortConv
 from components.models.glm_flash.trimmed import SITES, trim
 from components.recompute.layer import RecomputedLayer
 from kernels import row_blocks
+from kernels.backends.ops import HYPER_CONNECTIONS
 from kernels.dsa import absorbed, select
-from kernels.hyper_connections import merge
+from kernels.hyper_connections import fused, merge, op
 from launch.config.groups import RECIPES
 from launch.config.load import load_recipe
 from tests.swaps import counted, swap_parts
@@ -265,6 +266,7 @@ def small_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
     for module, name in ((absorbed, "CHUNK_BYTES"), (select, "_SCORE_BYTES")):
         monkeypatch.setattr(module, name, 2**20)
     monkeypatch.setattr(row_blocks, "ELEMENTS", 2**15)
+    monkeypatch.setattr(fused, "AGAIN", 2**14)
 
 
 @pytest.mark.parametrize("sites", [(), tuple(SITES)], ids=["plain", "trimmed"])
@@ -322,13 +324,21 @@ def test_experts_in_chunks_keep_and_need_what_the_arithmetic_says(changes, sites
     assert bound < whole
 
 
-def test_streams_that_are_merged_again_and_shared_experts_in_pieces_are_not_kept(monkeypatch):
+@pytest.mark.parametrize("kernels", [False, True], ids=["trimmed", "kernels"])
+def test_streams_that_are_merged_again_and_shared_experts_in_pieces_are_not_kept(
+    kernels, monkeypatch
+):
     small_budgets(monkeypatch)
-    settings, tokens, sites = tiny_glm(**NARROW, n_shared_experts=3), 256, tuple(SITES)
+    able = replace(HYPER_CONNECTIONS.backends["triton"], why_not=lambda device, shape: None)
+    monkeypatch.setitem(HYPER_CONNECTIONS.backends, "triton", able)
+    chosen = {"hyper_connections_kernel": "triton" if kernels else "torch"}
+    settings = tiny_glm(**NARROW, n_shared_experts=3, **chosen)
+    tokens, sites = 256, tuple(SITES)
     documents = Documents.from_lengths((tokens,))
     streams = torch.randn(1, tokens, 4, 128).bfloat16().requires_grad_()
     less, whole = (small_recipe(settings, tokens, sites, 64, 64, more) for more in (True, False))
-    layer = list(build(settings, torch.bfloat16, sites, 64, 64, True).layers.values())[DSA_MOE]
+    model = build(settings, torch.bfloat16, sites, 64, 64, True, kernels)
+    layer = list(model.layers.values())[DSA_MOE]
     layer.moe.routed_experts.requires_grad_(False)
     kept = sum(measured(layer, streams, documents).values())
     assert kept == settings.layer_saved_bytes(less, "cpu")[DSA_MOE]
@@ -340,8 +350,10 @@ def test_streams_that_are_merged_again_and_shared_experts_in_pieces_are_not_kept
     assert found <= bound <= 2 * found
 
 
-def test_no_layer_of_the_published_model_needs_more_than_16_gib_for_131072_tokens():
-    settings, sites = GlmFlashModel(sparse_mla_kernel="torch"), tuple(SITES)
+@pytest.mark.parametrize("streams", ["torch", "triton"])
+def test_no_layer_of_the_published_model_needs_more_than_16_gib_for_131072_tokens(streams):
+    given = {"sparse_mla_kernel": "torch", "hyper_connections_kernel": streams}
+    settings, sites = GlmFlashModel(**given), tuple(SITES)
     less, whole = (
         settings.layer_working_set_bytes(
             small_recipe(settings, 2**17, sites, 8192, 8192, more), "cuda"
@@ -353,20 +365,25 @@ def test_no_layer_of_the_published_model_needs_more_than_16_gib_for_131072_token
 
 
 @pytest.mark.parametrize("index", [KDA_DENSE, KDA_MOE])
-def test_layers_that_merge_streams_again_have_the_same_bits(index, monkeypatch):
+@pytest.mark.parametrize("kernels", [False, True], ids=["trimmed", "kernels"])
+def test_layers_that_merge_streams_again_have_the_same_bits(index, kernels, monkeypatch):
     monkeypatch.setattr(row_blocks, "ELEMENTS", 2**13)
+    monkeypatch.setattr(fused, "AGAIN", 2**13)
     settings, tokens, sites = tiny_glm(), 70, tuple(SITES)
     given, found = torch.randn(1, tokens, 4, 128).bfloat16(), []
     pull = torch.randn_like(given)
     for more in (False, True):
         torch.manual_seed(0)
-        layer = list(build(settings, torch.bfloat16, sites, more=more).layers.values())[index]
+        model = build(settings, torch.bfloat16, sites, more=more, fused=kernels)
+        layer = list(model.layers.values())[index]
         streams, merged = given.clone().requires_grad_(), []
-        with counted(merge, "_merge_block", merged):
+        with counted(op if kernels else merge, "merge" if kernels else "_merge_block", merged):
             out = RecomputedLayer(layer)(streams, Documents.from_lengths((40, 30)))
             out.backward(pull)
-        # Of 5 blocks: twice forward, and twice again; not the last, but those between three times.
-        assert len(merged) == 5 * (2 + (1 + 3 if more else 2))
+        # Twice forward, and again, but for a last one that nobody reads; those between are merged
+        # when they are read: thrice in 5 blocks, or by kernels whole and in 5 blocks.
+        blocks, again, last = (1, 1 + 5, 0) if kernels else (5, 3 * 5, 5)
+        assert len(merged) == blocks * 3 + (again if more else last)
         named = dict(layer.named_parameters())
         grads = {name: p.grad for name, p in named.items() if p.grad is not None}
         found.append({"out": out.detach(), "streams": streams.grad, **grads})

@@ -167,8 +167,11 @@ def test_a_model_without_dense_layers_is_cut_at_its_mixers() -> None:
     assert f"{CHUNKING}.kda" in only and f"{CHUNKING}.feed_forward" not in only
 
 
-def test_streams_are_merged_again_by_trimmed_functions_alone() -> None:
+def test_streams_are_merged_again_by_trimmed_functions_or_kernels() -> None:
     streams = [f"{CHUNKING}.streams=true", f"{CHUNKING}.chunk_tokens=4096"]
+    kernels = "model.hyper_connections_kernel=triton"
+    assert problems([*streams, kernels, TRIMMED.replace("true", "false")]) == []
+    streams.append("model.hyper_connections_kernel=torch")
     off = "components.precision_trimming.hyper_connections=false"
     for changes in ([*streams, TRIMMED.replace("true", "false")], [*streams, TRIMMED, off]):
         (only,) = problems(changes)

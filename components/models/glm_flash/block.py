@@ -98,8 +98,9 @@ class GlmFlashBlock(Module):
 
 
 class RebuildingBlock(GlmFlashBlock):
-    """A layer that merges the streams between its parts again in backward, three times, and not its
-    result where it runs again for its graph alone. Its hyper-connections are trimmed."""
+    """A layer that merges the streams between its parts again in backward, whenever they are read
+    there, and not its result where it runs again for its graph alone. Its hyper-connections are
+    trimmed, or in kernels."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(GlmFlashBlock.Config):

@@ -49,7 +49,8 @@ class MixTerms(MixAffine):
 
 
 class FusedHyperConnection(HyperConnection):
-    """Keeps the streams and 25 numbers a token (four streams), whatever else is trimmed."""
+    """Keeps the streams, or what they are made of, and 25 numbers a token (four streams), whatever
+    else is trimmed."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(HyperConnection.Config):
@@ -61,11 +62,10 @@ class FusedHyperConnection(HyperConnection):
     def forward(
         self, streams: torch.Tensor, made_of: MadeOf = ()
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """See ``HyperConnection.forward``; keeps the streams, so ``made_of`` must be empty."""
-        assert not made_of
+        """See ``HyperConnection.forward``."""
         settings, (streams, terms) = self.config, self.affine(streams)
         constants = Constants(settings.norm_eps, settings.eps, settings.sinkhorn_iters)
-        return self._guard(self._kernels.map_and_read)(streams, self.fn, terms, constants)
+        return self._guard(self._kernels.map_and_read)(streams, self.fn, terms, constants, made_of)
 
     def write(
         self,
@@ -77,7 +77,7 @@ class FusedHyperConnection(HyperConnection):
         unread: bool = False,
     ) -> torch.Tensor:
         """See ``HyperConnection.write``."""
-        return self._guard(self._kernels.merge)(streams, out, post, mix)
+        return self._guard(self._kernels.merge)(streams, out, post, mix, made_of, unread)
 
     @property
     def _kernels(self) -> HyperConnectionKernels:

@@ -117,7 +117,8 @@ class HyperConnection(Module):
             streams, post, mix: from ``forward``.
             out: (B, L, D).
             made_of: as given to ``forward``.
-            unread: whether nobody reads the result; counts where ``made_of`` is given.
+            unread: whether nobody reads the result; counts where ``made_of`` is given, and in
+                kernels.
 
         Returns:
             (B, L, n, D).

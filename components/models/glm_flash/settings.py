@@ -181,12 +181,11 @@ class GlmFlashModel(ModelSettings):
     "torch": plain torch, any device, slow; "auto": "triton" where it runs, else "torch", and the
     log says which and why."""
 
-    hyper_connections_kernel: HyperConnectionsKernel = "torch"
+    hyper_connections_kernel: HyperConnectionsKernel = "auto"
     """What maps, reads and merges the residual streams. "triton": this project's kernels, for GPUs
     from sm_80 on and two or four streams, which keep what ``precision_trimming`` would and less;
     "torch": plain torch, any device; "auto": "triton" where it runs, else "torch", and the log says
-    which and why. Not "auto" unless asked: the kernels compile for sm_90 and pass their tests in
-    Triton's interpreter, and have not been measured on a GPU."""
+    which and why."""
 
     sparse_mla_chunk: Bytes = 2**30
     """Memory of the queries whose attention "tilelang" or "dense" computes together. With

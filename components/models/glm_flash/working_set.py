@@ -68,6 +68,7 @@ from components.models.glm_flash.tensor_parallel import part_of_rank
 from kernels import row_blocks
 from kernels.backends.registry import REFERENCE
 from kernels.dsa import absorbed
+from kernels.hyper_connections import fused
 from kernels.kda.chunked import SEGMENT
 from kernels.kda.chunks import CHUNK
 
@@ -153,14 +154,32 @@ class _Layer:
         for part, size in parts.items():
             kept += size
             gradients = 2 if part.endswith("_hc") else 1
+            # Kernels that read streams again take them whole.
+            gradients += part == "ffn_hc" and self._fused_again()
             needed = self._seeing(part)._needed(part) + 2 * self._gathered(part)
-            most = max(most, kept + needed + gradients * boundary)
+            most = max(most, kept + needed + gradients * boundary + self._blocks())
             if part in ("attention", "feed_forward", "moe"):
                 kept += writing
-                most = max(most, kept + self._temporary("writes", self.tokens) + 2 * boundary)
+                pieces = self._pieces_of_merge(again=self.rebuilt and part != "attention")
+                needed = self._temporary("writes", self.tokens) + pieces
+                most = max(most, kept + needed + 2 * boundary)
         n = self.model.hc_mult
         small = self.tokens * FLOAT32 * (n * n + 2 * n)
-        return most + small + self._blocks()
+        return most + small
+
+    def _fused_again(self) -> bool:
+        return self.rebuilt and self.form.fused_streams
+
+    def _pieces_of_merge(self, again: bool) -> int:
+        """Temporary tensors of some tokens, while the gradient of what they merge is taken."""
+        if not self.form.fused_streams:
+            return self._blocks()
+        if not again:
+            return 0
+        # Streams, and the gradients of both parts before they are in their places.
+        model = self.model
+        rows = min(self.tokens, fused.AGAIN // (model.hc_mult * model.dim))
+        return rows * (2 * model.hc_mult + 1) * model.dim * self.form.itemsize
 
     def _parts(self) -> dict[str, int]:
         """What each part keeps, first to last."""
