@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from components.core.problems import RecipeError
+from launch import garbage
 from launch.doctor import main as doctor
 from launch.recipes import find_recipe, list_recipes, new_recipe, table
 
@@ -168,6 +169,7 @@ def entry() -> None:
         # complaining at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 0
+    garbage.leave_to_the_system()
     sys.exit(code)
 
 

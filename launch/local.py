@@ -86,6 +86,8 @@ def start(run: RunDir, ranks: int, device: str) -> Outcome:
         run_id=uuid.uuid4().hex,
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
+        # Otherwise the machine's own name is looked up, which takes long where nobody knows it.
+        local_addr="localhost",
         max_restarts=0,
         logs_specs=_logs(run.logs, ranks),
         shutdown_timeout=SHUTDOWN_SECONDS,

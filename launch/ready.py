@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from components.core.problems import Problem, RecipeError
 from components.titan.device import use_device
+from launch import garbage
 from launch.config.compose import Composed, compose
 
 if TYPE_CHECKING:
@@ -23,11 +24,12 @@ class Ready:
             anywhere: judge a recipe written for other hardware than this machine's.
         """
         self.composed = compose(path, overrides)
-        self.device = _device(self.composed, anywhere)
-        from components.core.base import Target
-        from launch import local
-        from launch.config.checks import check_recipe
-        from launch.config.load import bind_recipe
+        with garbage.none_while_importing():
+            self.device = _device(self.composed, anywhere)
+            from components.core.base import Target
+            from launch import local
+            from launch.config.checks import check_recipe
+            from launch.config.load import bind_recipe
 
         self.recipe = bind_recipe(self.composed.data, self.composed.origins)
         hardware = self.recipe.hardware

@@ -19,6 +19,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from components.titan.device import DeviceKind, use_device
 from components.titan.story import narrate
+from launch import garbage
 from launch.config.sources import read
 from launch.logs import configure
 from launch.rundir import RunDir
@@ -34,14 +35,15 @@ def main(run_dir: str) -> None:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     configure(run.logs / f"rank_{rank}.log", first_rank=rank == 0)
     _stop_when_launcher_dies()
-    device = use_device(_frozen_device(run))
-    # Only now: importing the recipe imports torchtitan, which fixes the device.
-    from components.titan.build import prepare
-    from launch.config.load import bind_recipe
+    with garbage.none_while_importing():
+        device = use_device(_frozen_device(run))
+        # Only now: importing the recipe imports torchtitan, which fixes the device.
+        from components.titan.build import prepare
+        from launch.config.load import bind_recipe
 
-    data = {key: value for key, (value, _) in read(run.frozen).keys.items() if "." not in key}
-    recipe = bind_recipe(data)
-    prepared = prepare(recipe, run.path, device, world_size)
+        data = {key: value for key, (value, _) in read(run.frozen).keys.items() if "." not in key}
+        recipe = bind_recipe(data)
+        prepared = prepare(recipe, run.path, device, world_size)
     for note in prepared.notes:
         narrate(note)
     with _explained(recipe), prepared.build_and_close() as trainer:
@@ -126,3 +128,4 @@ if __name__ == "__main__":
     if len(sys.argv) != 2:
         sys.exit("usage: python -m launch.worker RUN_DIR   (started by torchrun)")
     main(sys.argv[1])
+    garbage.leave_to_the_system()

@@ -20,9 +20,9 @@ from components.core.problems import Problem, RecipeError, shown
 from launch.config.groups import CONF, RECIPES
 from launch.config.lint import recipe_problems, starts_from_base
 from launch.config.origins import files_of, origins_of, place_of
-from launch.config.overrides import COMMAND_LINE, Assignment, parse_overrides
+from launch.config.overrides import Assignment, parse_overrides
 from launch.config.references import resolve
-from launch.config.sources import display, read
+from launch.config.sources import COMMAND_LINE, display, read
 
 
 class _ProjectFolders(SearchPathPlugin):

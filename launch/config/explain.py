@@ -9,9 +9,8 @@ from components.core.recipe import Recipe
 from launch.config.binder import Refused, UnknownKey
 from launch.config.groups import CONF, groups
 from launch.config.origins import place_of
-from launch.config.overrides import COMMAND_LINE
 from launch.config.schema import walk
-from launch.config.sources import read
+from launch.config.sources import COMMAND_LINE, read
 from launch.config.targets import TARGET, locate
 
 _MANY = 3

@@ -2,13 +2,15 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from components.core.problems import RecipeError
 from components.core.recipe import Recipe
 from launch.config.binder import BAD, Binder
-from launch.config.compose import Composed, compose
 from launch.config.explain import explain
+
+if TYPE_CHECKING:
+    from launch.config.compose import Composed
 
 
 @dataclass(frozen=True)
@@ -16,7 +18,7 @@ class Loaded:
     """A typed recipe and where its values came from."""
 
     recipe: Recipe
-    composed: Composed
+    composed: "Composed"
 
 
 def load_recipe(path: Path, overrides: list[str]) -> Loaded:
@@ -25,6 +27,9 @@ def load_recipe(path: Path, overrides: list[str]) -> Loaded:
     Raises:
         RecipeError: everything that is wrong, each with file and line where known.
     """
+    # Imported here: ranks type a frozen recipe and have no use for Hydra.
+    from launch.config.compose import compose
+
     composed = compose(path, overrides)
     return Loaded(bind_recipe(composed.data, composed.origins), composed)
 

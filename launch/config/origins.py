@@ -1,15 +1,17 @@
 """Which file and line, or the command line, set each key of a composed recipe."""
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from launch.config.groups import CONF, recipe_file
-from launch.config.overrides import COMMAND_LINE, Assignment
-from launch.config.sources import read
+from launch.config.sources import COMMAND_LINE, read
+
+if TYPE_CHECKING:
+    from launch.config.overrides import Assignment
 
 
 def origins_of(
-    recipe: Path, choices: dict[str, Any], assignments: list[Assignment]
+    recipe: Path, choices: dict[str, Any], assignments: "list[Assignment]"
 ) -> tuple[dict[str, str], list[str]]:
     """Dotted key -> "file:line" or "command line" of every key and section that something sets.
 

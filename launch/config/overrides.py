@@ -15,8 +15,7 @@ from hydra.errors import HydraException
 from components.core.problems import Problem
 from launch.config.groups import groups
 from launch.config.lint import option_problems
-
-COMMAND_LINE = "command line"
+from launch.config.sources import COMMAND_LINE
 
 _KEY = re.compile(r"[A-Za-z_][\w-]*(\.[\w-]+)*", re.ASCII)
 _EXAMPLE = "write key=value, such as training.steps=20 or 'data.paths=[a.txt, b.txt]'"

@@ -11,6 +11,9 @@ import yaml
 
 from components.core.problems import Problem, RecipeError, shown
 
+COMMAND_LINE = "command line"
+"""Stands in place of a file and line."""
+
 _NULL, _INT, _FLOAT, _MERGE = (
     f"tag:yaml.org,2002:{name}" for name in ("null", "int", "float", "merge")
 )
