@@ -8,6 +8,9 @@ only, so the next tile is gathered during the products of dK, into the same buff
 queries, output gradients and keys 64 KiB each, P and dS 8 KiB each in bfloat16, P 16 KiB more in
 float32.
 
+``beneath`` and ``ahead`` let additions, which otherwise leave the tensor cores idle, run while
+products are under way.
+
 A block walks through the tiles of its query from the first to the last. ``running`` and ``partial``
 change that; ``kernels.sparse_mla.walk`` says what for.
 """
