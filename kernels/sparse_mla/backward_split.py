@@ -8,13 +8,18 @@ only, so the next tile is gathered during the products of dK, into the same buff
 queries, output gradients and keys 64 KiB each, P and dS 8 KiB each in bfloat16, P 16 KiB more in
 float32.
 
+``beneath`` and ``ahead`` let additions, which otherwise leave the tensor cores idle, run while
+products are under way.
+
 A block walks through the tiles of its query from the first to the last. ``running`` and ``partial``
 change that; ``kernels.sparse_mla.walk`` says what for.
 """
 
 import tilelang.language as T
 
-from kernels.sparse_mla.cuda_source import ADD_QUADS, IN_PHASE
+from kernels.sparse_mla.backward_parts import PIECE, additions
+from kernels.sparse_mla.backward_parts import products as products_beneath
+from kernels.sparse_mla.cuda_source import ADDITIONS, IN_PHASE
 from kernels.sparse_mla.shape import HEADS, LOG2E, TILE, Shape
 
 
@@ -27,21 +32,28 @@ def build(
     producer_registers: int,
     running: int = 0,
     partial: bool = False,
+    beneath: bool = False,
+    ahead: bool = False,
+    streamed: bool = False,
 ):
     """The TileLang function; arguments as ``kernels.sparse_mla.tilelang_backward`` calls it.
 
     Args:
         shape: ``tail`` must be 0.
         emit: also write the probabilities of the pools.
-        scatter: how dK leaves the block: ``quads`` and ``pairs`` add 16 or 8 bytes at a time to
-            ``dlatent`` (T, width); ``store`` writes to ``dlatent`` (head blocks * Q * slots, width)
-            where no two blocks meet.
+        scatter: how dK leaves the block: ``lines``, ``quads`` and ``pairs`` add 128, 64 or 32
+            neighbouring bytes of a row at a time to ``dlatent`` (T, width), 16, 16 or 8 a lane;
+            ``store`` writes to ``dlatent`` (head blocks * Q * slots, width) where no two blocks
+            meet.
         consumer_registers, producer_registers: per thread of the two warpgroups that compute and
             of the one that loads; 504 together, counting the first twice, is what a block has.
         running: blocks that the GPU runs at a time. They walk in phase: a block begins where the
             others are on average, by ``clock``, and wraps around. 0: it begins at its first tile.
         partial: walk only through the tiles from ``walk[query, 0]`` to before ``walk[query, 1]``
             and add to ``dq``, which is float32. Otherwise ``walk`` is not read.
+        beneath: take dK in pieces of 64 columns and add each beneath the products of the next.
+        ahead: with ``beneath``, begin the next tile's logits and dP beneath the last additions.
+        streamed: what a block reads or writes once (queries, their gradients, dQ) leaves L2 first.
     """
     width, size, scale = shape.width, shape.size, shape.scale
     heads, half, cols = shape.heads, shape.width // 2, shape.width // 4
@@ -50,43 +62,16 @@ def build(
     queries, tokens, slots = T.dynamic("queries, tokens, slots")
     targets = T.dynamic("targets")
     blocks = heads // HEADS
-
-    @T.macro
-    def add_quads(every, acc_k, row, held, column, out):
-        for i, j in T.Parallel(acc_k.shape[0], acc_k.shape[1]):
-            T.call_extern(
-                "handle",
-                f"add_quads<{every}>",
-                T.address_of(held[0]),
-                j // 8 % 2 * 4 + i % 16 // 8 * 2 + j % 2,
-                acc_k[i, j],
-                T.address_of(out[tuple([0] * len(out.shape))]),
-                row[i],
-                width,
-                column + j // 16 * 16,
-            )
-
-    @T.macro
-    def add(full, acc_k, row, held, column, dlatent):
-        if scatter == "quads":
-            # Only the last tile has unused slots, and a test per addition costs a branch each.
-            if full:
-                add_quads("true", acc_k, row, held, column, dlatent)
-            else:
-                add_quads("false", acc_k, row, held, column, dlatent)
-        elif scatter == "pairs":
-            for i, j in T.Parallel(TILE, cols):
-                if row[i] >= 0:
-                    T.atomic_add(dlatent[row[i], column + j], acc_k[i, j])
-        else:
-            for i, j in T.Parallel(TILE, cols):
-                if row[i] >= 0:
-                    dlatent[row[i], column + j] = acc_k[i, j]
+    lines, once = scatter == "lines", "evict_first" if streamed else None
+    # Columns of an accumulator of dK; the second one is there where products overlap additions.
+    piece = PIECE if beneath else cols
+    adds = additions(width, scatter)
+    beneath_adds = products_beneath(shape, adds, ahead=ahead)
 
     @T.macro
     def products(
         side, n, t, count, Q_shared, G_shared, K_shared, P_shared, S_shared, target, ds_ready,
-        k_free, p_free, acc_q, acc_k, row, held, dlatent,
+        k_free, p_free, acc_q, acc_k, row, other, held, dlatent,
     ):  # fmt: skip
         first = side * half
         second = side * half + cols
@@ -109,16 +94,19 @@ def build(
         T.wait_wgmma(1 + side)
         T.barrier_arrive(k_free)
         T.wait_wgmma(0)
-        for i in T.Parallel(TILE):
-            row[i] = target[n % 2, i]
-        add((t + 1) * TILE <= count, acc_k, row, held, first, dlatent)
+        adds.rows(n, target, row, other)
+        adds.add((t + 1) * TILE <= count, acc_k, row, other, held, first, dlatent)
         T.wgmma_gemm(
             P_shared, G_shared[:, second : second + cols], acc_k, transpose_A=True, clear_accum=True
         )
         T.wgmma_gemm(S_shared, Q_shared[:, second : second + cols], acc_k, transpose_A=True)
         T.wait_wgmma(0)
         T.barrier_arrive(p_free)
-        add((t + 1) * TILE <= count, acc_k, row, held, second, dlatent)
+        adds.add((t + 1) * TILE <= count, acc_k, row, other, held, second, dlatent)
+
+    @T.macro
+    def add_last(side, full, acc, row, other, held, dlatent):
+        adds.add(full, acc, row, other, held, side * half + half - piece, dlatent)
 
     def tile_at(n, begin, first, length):
         """The n-th tile of a block that walks from ``first`` to the end, then from the start."""
@@ -130,7 +118,7 @@ def build(
         if partial:
             for i in T.Parallel(HEADS):
                 row[i] = query * heads + first_head + i
-            add_quads("true", acc_q, row, held, first, dq)
+            adds.add_quads("true", acc_q, row, held, first, dq)
         else:
             # Queries lie where dQ goes: both warpgroups must have read them.
             T.barrier_arrive(done)
@@ -139,6 +127,7 @@ def build(
             T.copy(
                 Q_shared[:, first : first + half],
                 dq[query, first_head : first_head + HEADS, first : first + half],
+                eviction_policy=once,
             )
 
     @T.prim_func
@@ -160,7 +149,7 @@ def build(
             # Blocks that gather the same keys are neighbours.
             query = block // blocks
             head_block = block % blocks
-            T.import_source(ADD_QUADS + IN_PHASE)
+            T.import_source(ADDITIONS + IN_PHASE)
             Q_shared = T.alloc_shared((HEADS, width), "bfloat16")
             G_shared = T.alloc_shared((HEADS, width), "bfloat16")
             K_shared = T.alloc_shared((TILE, width), "bfloat16")
@@ -170,19 +159,24 @@ def build(
             target = T.alloc_shared((2, TILE), "int32")
             acc_q_0 = T.alloc_fragment((HEADS, half), "float32")
             acc_q_1 = T.alloc_fragment((HEADS, half), "float32")
-            acc_k_0 = T.alloc_fragment((TILE, cols), "float32")
-            acc_k_1 = T.alloc_fragment((TILE, cols), "float32")
+            acc_k_0 = T.alloc_fragment((TILE, piece), "float32")
+            acc_l_0 = T.alloc_fragment((TILE, piece), "float32") if beneath else acc_k_0
+            acc_k_1 = T.alloc_fragment((TILE, piece), "float32")
+            acc_l_1 = T.alloc_fragment((TILE, piece), "float32") if beneath else acc_k_1
             acc_p = T.alloc_fragment((HEADS, TILE), "float32")
             acc_s = T.alloc_fragment((HEADS, TILE), "float32")
             shift = T.alloc_fragment((HEADS,), "float32")
             inner = T.alloc_fragment((HEADS,), "float32")
             total = T.alloc_local((1,), "float32")
             row_0 = T.alloc_fragment((TILE,), "int32")
+            other_0 = T.alloc_fragment((TILE,), "int32") if lines else row_0
             row_1 = T.alloc_fragment((TILE,), "int32")
-            held_0 = T.alloc_local((8,), "float32")
-            held_1 = T.alloc_local((8,), "float32")
+            other_1 = T.alloc_fragment((TILE,), "int32") if lines else row_1
+            held_0 = T.alloc_local((16 if lines else 8,), "float32")
+            held_1 = T.alloc_local((16 if lines else 8,), "float32")
             token = T.alloc_local((rows,), "int32")
             place = T.alloc_local((1,), "int32")
+            whole = T.alloc_local((1,), "bool")
             first_shared = T.alloc_shared((1,), "int32")
             first_ready = T.alloc_barrier(arrive_count=128)
             q_ready = T.alloc_barrier(arrive_count=128)
@@ -210,10 +204,14 @@ def build(
             if thread >= 256:
                 T.set_max_nreg(producer_registers, 0)
                 lane = thread - 256
-                T.tma_copy(q[query, first_head : first_head + HEADS, :], Q_shared, barrier=q_ready)
                 T.tma_copy(
-                    grad[query, first_head : first_head + HEADS, :], G_shared, barrier=q_ready
-                )
+                    q[query, first_head : first_head + HEADS, :], Q_shared, barrier=q_ready,
+                    eviction_policy=once,
+                )  # fmt: skip
+                T.tma_copy(
+                    grad[query, first_head : first_head + HEADS, :], G_shared, barrier=q_ready,
+                    eviction_policy=once,
+                )  # fmt: skip
                 T.barrier_arrive(q_ready)
                 if running:
                     if lane == 0:
@@ -288,6 +286,12 @@ def build(
                 for i in T.Parallel(HEADS):
                     shift[i] = shift[i] * LOG2E
                 T.fill(acc_q_0, 0)
+                if ahead:
+                    # The first tile has none before it whose last piece is to be added.
+                    whole[0] = False
+                    T.fill(row_0, -1)
+                    T.fill(other_0, -1)
+                    T.fill(acc_l_0, 0)
                 T.barrier_wait(q_ready, 0)
                 if running:
                     T.barrier_wait(first_ready, 0)
@@ -299,6 +303,9 @@ def build(
                     T.barrier_wait(k_ready, n & 1)
                     T.fence_proxy_async()
                     T.wgmma_gemm(Q_shared, K_shared, acc_p, transpose_B=True, clear_accum=True)
+                    if ahead:
+                        add_last(0, whole[0], acc_l_0, row_0, other_0, held_0, dlatent)
+                        whole[0] = (t + 1) * TILE <= count
                     T.wait_wgmma(0)
                     for i, j in T.Parallel(HEADS, TILE):
                         acc_p[i, j] = T.exp2(acc_p[i, j] * steps - shift[i])
@@ -316,15 +323,31 @@ def build(
                     T.fence_proxy_async()
                     T.barrier_arrive(p_ready)
                     T.barrier_wait(p_ready, n & 1)
-                    products(
-                        0, n, t, count, Q_shared, G_shared, K_shared, P_shared, S_shared, target,
-                        ds_ready, k_free, p_free, acc_q_0, acc_k_0, row_0, held_0, dlatent,
-                    )  # fmt: skip
+                    if beneath:
+                        beneath_adds(
+                            0, n, t, count, Q_shared, G_shared, K_shared, P_shared, S_shared,
+                            target, ds_ready, k_free, p_free, acc_q_0, (acc_k_0, acc_l_0),
+                            row_0, other_0, held_0, dlatent,
+                        )  # fmt: skip
+                    else:
+                        products(
+                            0, n, t, count, Q_shared, G_shared, K_shared, P_shared, S_shared,
+                            target, ds_ready, k_free, p_free, acc_q_0, acc_k_0, row_0,
+                            other_0, held_0, dlatent,
+                        )  # fmt: skip
+                if ahead:
+                    add_last(0, whole[0], acc_l_0, row_0, other_0, held_0, dlatent)
                 write(0, acc_q_0, Q_shared, row_0, held_0, done, dq, query, first_head)
             else:
                 T.set_max_nreg(consumer_registers, 1)
                 T.copy(delta[query, first_head : first_head + HEADS], inner)
                 T.fill(acc_q_1, 0)
+                if ahead:
+                    # The first tile has none before it whose last piece is to be added.
+                    whole[0] = False
+                    T.fill(row_1, -1)
+                    T.fill(other_1, -1)
+                    T.fill(acc_l_1, 0)
                 T.barrier_wait(q_ready, 0)
                 if running:
                     T.barrier_wait(first_ready, 0)
@@ -336,6 +359,9 @@ def build(
                     T.barrier_wait(k_ready, n & 1)
                     T.fence_proxy_async()
                     T.wgmma_gemm(G_shared, K_shared, acc_s, transpose_B=True, clear_accum=True)
+                    if ahead:
+                        add_last(1, whole[0], acc_l_1, row_1, other_1, held_1, dlatent)
+                        whole[0] = (t + 1) * TILE <= count
                     T.wait_wgmma(0)
                     T.barrier_wait(p_ready, n & 1)
                     for i, j in T.Parallel(HEADS, TILE):
@@ -351,10 +377,20 @@ def build(
                     T.copy(acc_s, S_shared)
                     T.fence_proxy_async()
                     T.barrier_arrive(ds_ready)
-                    products(
-                        1, n, t, count, Q_shared, G_shared, K_shared, P_shared, S_shared, target,
-                        ds_ready, k_free, p_free, acc_q_1, acc_k_1, row_1, held_1, dlatent,
-                    )  # fmt: skip
+                    if beneath:
+                        beneath_adds(
+                            1, n, t, count, Q_shared, G_shared, K_shared, P_shared, S_shared,
+                            target, ds_ready, k_free, p_free, acc_q_1, (acc_k_1, acc_l_1),
+                            row_1, other_1, held_1, dlatent,
+                        )  # fmt: skip
+                    else:
+                        products(
+                            1, n, t, count, Q_shared, G_shared, K_shared, P_shared, S_shared,
+                            target, ds_ready, k_free, p_free, acc_q_1, acc_k_1, row_1,
+                            other_1, held_1, dlatent,
+                        )  # fmt: skip
+                if ahead:
+                    add_last(1, whole[0], acc_l_1, row_1, other_1, held_1, dlatent)
                 write(1, acc_q_1, Q_shared, row_1, held_1, done, dq, query, first_head)
 
     return sparse_mla_backward_split

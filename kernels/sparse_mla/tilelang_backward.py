@@ -52,7 +52,8 @@ def backward(
             their own (``STORE_BYTES`` at a time) and torch adds them up, sorted by token. Several
             times slower. Otherwise thread blocks add to ``dlatent`` as they come.
         variant: ``split`` or ``simple`` instead of the tuned choice.
-        scatter: ``quads`` (split only) or ``pairs``, 16 or 8 bytes at a time, instead of the tuned.
+        scatter: ``lines`` or ``quads`` (split only) or ``pairs``, 128, 64 or 32 neighbouring bytes
+            at a time, instead of the tuned.
         walk: in what order (split only, and not in the deterministic mode), instead of the tuned.
             In phase, ``dq`` is rounded differently from run to run; in ranges, up to ``DQ_BYTES``
             are needed.
@@ -107,7 +108,7 @@ def _choice(shape: Shape, variant: str | None, scatter: str | None) -> tuple[str
     """The tuned variant and its options, but for what is given."""
     name, options = choice("backward", shape, variant)
     options["scatter"] = scatter or options["scatter"]
-    legal = ("pairs", "quads", "store") if name == "split" else ("pairs", "store")
+    legal = ("pairs", "quads", "lines", "store") if name == "split" else ("pairs", "store")
     if options["scatter"] not in legal:
         raise ValueError(f"sparse_mla: scatter={scatter!r} of the {name} variant, not in {legal}")
     return name, options

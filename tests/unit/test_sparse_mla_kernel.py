@@ -166,6 +166,11 @@ KERNELS = [
         0,
         {"emit": True, "scatter": "quads", "running": 132, "partial": True},
     ),
+    (
+        "backward_split",
+        0,
+        {"emit": True, "scatter": "lines", "beneath": True, "ahead": True, "streamed": True},
+    ),
     ("backward_simple", 64, {"emit": True, "scatter": "pairs"}),
 ]
 
