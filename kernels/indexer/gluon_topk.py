@@ -108,14 +108,16 @@ def _whole_kernel(  # type: ignore[no-untyped-def]
     width = width // 64 * 64
     p0 = p0 // 64 * 64
     column = (lowest // 4) * 4 + gl.arange(0, SLOTS, layout)
-    score = gl.load(values + row * width + (column - p0), mask=column < p0 + width, other=0.0)
+    line = values + row * width
+    score = gl.load(line + (column - p0), mask=column < p0 + width, other=0.0)
     real = (column >= lowest) & (column < highest)
     key = gl.where(real, _key(score), 0)
     reached = gl.maximum(highest - lowest, 0)
     least = gl.min(gl.where(real, key, 0xFFFFFFFF), 0)
     most = gl.max(key, 0)
     chosen, least = _choose(key, count, least, reached, most + 1)
-    _write(chosen & real, column - lowest, out + row * count, count, ROOM, few)
+    begin = out + row * count
+    _write(chosen & real, column - lowest, begin, count, ROOM, few)
 
 
 @gluon.jit
@@ -167,8 +169,10 @@ def _filtered_kernel(  # type: ignore[no-untyped-def]
     slot = gl.arange(0, SLOTS, ranked)
     group = lowest // GROUP // 4 * 4 + slot
     real = (group >= lowest // GROUP) & (group * GROUP < highest)
-    at = row * (width // 64 * 4) + (group - p0 // 64 * 4)
-    key = gl.load(bests + at, mask=group < p0 // 64 * 4 + width // 64 * 4, other=0.0)
+    most_groups = width // 64 * 4
+    nth_group = group - p0 // 64 * 4
+    to_best = bests + row * most_groups
+    key = gl.load(to_best + nth_group, mask=nth_group < most_groups, other=0.0)
     key = gl.where(real, _key(key), 0)
     reached = gl.sum(real.to(gl.int32), 0)
     least = gl.min(gl.where(real, key, 0xFFFFFFFF), 0)
@@ -188,14 +192,15 @@ def _filtered_kernel(  # type: ignore[no-untyped-def]
     found = gl.to_tensor(0)
     member = gl.arange(0, GROUP, gl.SliceLayout(0, tiles))
     thread = gl.arange(0, THREADS, by_group)
-    for begin in range(0, total, THREADS):
-        nth = begin + thread
+    line = values + row * width
+    for start in range(0, total, THREADS):
+        nth = start + thread
         there = nth < total
         base = listed.gather(gl.minimum(nth, ROOM - 1), 0) * GROUP
         base = gl.where(there, base, p0)
         column = gl.expand_dims(base, 1) + gl.expand_dims(member, 0)
         place_in_row = gl.max_contiguous(gl.multiple_of(column - p0, [1, GROUP]), [1, GROUP])
-        score = gl.load(values + row * width + place_in_row)
+        score = gl.load(line + place_in_row)
         column = column - lowest
         # Not below, so that nan is kept.
         keep = (column.to(gl.uint32) < span) & ~(score < least) & gl.expand_dims(there, 1)
@@ -212,16 +217,18 @@ def _filtered_kernel(  # type: ignore[no-untyped-def]
         found += gl.sum(number, 0)
     gl.barrier()
 
+    begin = out + row * count
+    noted = groups + row * count
     if found <= FIT:
         HALF: gl.constexpr = CAP // 2
         halves: gl.constexpr = gl.BlockedLayout([HALF // THREADS], [32], [WARPS], [0])
         if found <= HALF:
-            _among(scores, columns, found, out + row * count, count, HALF, ROOM, halves, few)
+            _among(scores, columns, found, begin, count, HALF, ROOM, halves, few)
         else:
-            _among(scores, columns, found, out + row * count, count, CAP, ROOM, kept, few)
-        gl.store(groups + row * count, _DONE)
+            _among(scores, columns, found, begin, count, CAP, ROOM, kept, few)
+        gl.store(noted, _DONE)
     else:
-        _leave(listed, total, groups + row * count, count, ROOM, few)
+        _leave(listed, total, noted, count, ROOM, few)
 
 
 def choose(
