@@ -20,6 +20,9 @@ _WHOLE, _GROUPS, _MEMBERS = 0, 1, 2
 _PER_WARP = 1024
 _LEAST_SLOTS = 128  # below, nothing is gained and each power of two is compiled
 _NOTHING = tl.constexpr(-0x7FFFFFFF - 1)
+DONE = -2
+"""First of a row's ``groups`` where its choice is written already."""
+_DONE = tl.constexpr(DONE)
 
 
 @triton.jit
@@ -61,6 +64,8 @@ def _select_kernel(  # type: ignore[no-untyped-def]
     highest = tl.load(end + q0 + row)
     slot = tl.arange(0, SLOTS)
     if STAGE == 2:
+        if tl.load(groups + row * count) == _DONE:
+            return
         # One element a thread at a time: wider reads would make the store change layouts.
         nth = slot // GROUP
         group = tl.load(groups + row * count + nth, mask=nth < count, other=-1)
@@ -110,6 +115,15 @@ def _launch(
     )  # fmt: skip
 
 
+def choose_members(
+    space: Workspace, first: torch.Tensor, end: torch.Tensor, window: Window, out: torch.Tensor
+) -> None:
+    """``choose`` where ``space.groups`` says for each row which groups to look into, ascending,
+    then -1; or ``DONE`` first."""
+    members = triton.next_power_of_2(out.shape[1]) * GROUP
+    _launch(_MEMBERS, members, space.scores, out, space, first, end, window)
+
+
 def choose(
     space: Workspace,
     first: torch.Tensor,
@@ -137,6 +151,6 @@ def choose(
         # A range of n pools touches at most this many groups, whatever it begins at.
         groups = triton.next_power_of_2((window.widest + 2 * GROUP - 2) // GROUP)
         _launch(_GROUPS, groups, space.best, space.groups, space, first, end, window)
-        _launch(_MEMBERS, members, space.scores, out, space, first, end, window)
+        choose_members(space, first, end, window, out)
     else:
         _launch(_WHOLE, whole, space.scores, out, space, first, end, window)

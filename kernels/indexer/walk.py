@@ -36,6 +36,28 @@ def writer(device: torch.device) -> WriteScores:
     return triton_scores.write_scores
 
 
+class Choose(Protocol):
+    """``triton_topk.choose`` or ``gluon_topk.choose``."""
+
+    def __call__(
+        self,
+        space: Workspace,
+        first: torch.Tensor,
+        end: torch.Tensor,
+        window: Window,
+        out: torch.Tensor,
+    ) -> None: ...
+
+
+def chooser(device: torch.device) -> Choose:
+    """The selection that suits a device; on a CPU the one that Triton's interpreter runs."""
+    if device.type == "cuda" and HOPPER.take(torch.cuda.get_device_capability(device)):
+        from kernels.indexer import gluon_topk
+
+        return gluon_topk.choose
+    return triton_topk.choose
+
+
 def select(
     write_scores: WriteScores,
     queries: torch.Tensor,
@@ -48,6 +70,7 @@ def select(
     scale: float,
 ) -> torch.Tensor:
     """See ``op.select``; the operands are contiguous."""
+    choose = chooser(queries.device)
     chosen = first.new_empty((len(queries), count))
     with torch.cuda.device_of(queries):
         for window, space in workspaces(windows, count, queries.device):
@@ -56,5 +79,5 @@ def select(
                 out.fill_(-1)
                 continue
             write_scores(queries, weights, keys, first, end, space, window, scale)
-            triton_topk.choose(space, first, end, window, out)
+            choose(space, first, end, window, out)
     return chosen

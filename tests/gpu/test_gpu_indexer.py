@@ -3,11 +3,13 @@
 Run with `make test ARGS="-m gpu"`.
 """
 
+from functools import partial
+
 import pytest
 import torch
 import torchtitan.tools.utils
 
-from kernels.indexer import gluon_scores, op, triton_scores, triton_topk, walk
+from kernels.indexer import gluon_scores, gluon_topk, op, triton_scores, triton_topk, walk
 from kernels.indexer.windows import CAP_BYTES, GROUP, Window, Workspace, plan, workspaces
 from tests.unit.indexer_support import RAGGED, SCALE, Problem, choose_by_sorting, make_problem
 
@@ -153,11 +155,32 @@ def test_the_choice_among_given_scores_is_exact(width, count):
         scores.masked_fill(~allowed, NAN), best, torch.empty(rows, count, device="cuda").int()
     )
     window = Window(0, rows, 0, width, int((end - first).max()))
-    for in_steps in {True, width > 32768}:
+    ways = {f"in steps: {x}": partial(triton_topk.choose, in_steps=x) for x in (True, False)}
+    if width > 32768:
+        del ways["in steps: False"]
+    if hopper():
+        ways["gluon"] = gluon_topk.choose
+    for name, choose in ways.items():
         out = torch.full((rows, count), 99, device="cuda", dtype=torch.int32)
-        triton_topk.choose(space, first, end, window, out, in_steps=in_steps)
+        choose(space, first, end, window, out)
         wrong = (out.cpu() != want).any(1).nonzero().flatten().tolist()
-        assert not wrong, f"rows {wrong}, in steps: {in_steps}"
+        assert not wrong, f"rows {wrong}, {name}"
+
+
+@pytest.mark.parametrize("alike", [1, 40, 4000])
+def test_rows_with_many_members_above_the_bound_are_chosen_from_too(alike):
+    if not hopper():
+        pytest.skip("needs a GPU of compute capability 9.0")
+    rows, width, count = 60, 20480, 512
+    random = torch.Generator(device="cuda").manual_seed(alike)
+    rough = torch.randn(rows, width // alike + 1, generator=random, device="cuda")
+    scores = rough.repeat_interleave(alike, 1)[:, :width].contiguous()
+    first, end = torch.zeros(rows, device="cuda").int(), torch.full((rows,), width).cuda().int()
+    best = scores.unflatten(1, (-1, GROUP)).amax(2)
+    space = Workspace(scores, best, torch.empty(rows, count, device="cuda").int())
+    out = torch.empty(rows, count, device="cuda", dtype=torch.int32)
+    gluon_topk.choose(space, first, end, Window(0, rows, 0, width, width), out)
+    assert torch.equal(out.cpu(), choose_by_sorting(scores, first, end, count))
 
 
 def sampled(problem: Problem, ids: torch.Tensor, rows: list[int], begin: int = 0) -> None:

@@ -45,7 +45,7 @@ class Shared:
     """Shared memory, or barriers if it is a list of them."""
 
     def __init__(self, data: torch.Tensor) -> None:
-        self.data = data
+        self.data, self.shape = data, data.shape
 
     def index(self, i: int) -> "Shared":
         return Shared(self.data[i])
@@ -116,7 +116,9 @@ def _init(barrier: Barrier, count: int) -> None:
     barrier.ready = True
 
 
-def _wait(barrier: Barrier, phase: int) -> None:
+def _wait(barrier: Barrier, phase: int, pred: bool = True) -> None:
+    if not pred:
+        return
     assert barrier.phases % 2 != phase, "waits for ever"
     barrier.waited += 1
 
@@ -140,7 +142,8 @@ def _language(program: tuple[int, int]) -> SimpleNamespace:
         arange=lambda a, b, layout: _value(torch.arange(a, b)),
         zeros=lambda shape, dtype, layout: _value(torch.zeros(shape, dtype=dtype)),
         allocate_shared_memory=lambda dtype, shape, layout: Shared(torch.empty(shape, dtype=dtype)),
-        load=_load, store=_store, where=lambda c, a, b: _value(torch.where(c, a, b)),
+        load=_load, store=_store,
+        where=lambda c, a, b: _value(torch.where(torch.as_tensor(c), a, b)),
         maximum=_maximum, minimum=min, reduce=_reduce, fma=lambda a, b, c: a * b + c,
         min=lambda x, axis: int(x.amin(axis)), max=lambda x, axis: int(x.amax(axis)),
         sum=lambda x, axis: x.sum(axis), convert_layout=lambda x, layout: x,

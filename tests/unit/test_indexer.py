@@ -156,6 +156,8 @@ def test_a_cap_below_one_query_says_what_would_do():
     "name, addresses",
     [
         ("triton_topk._select_kernel", {"at", "begin"}),
+        ("gluon_topk._whole_kernel", {"line", "begin"}),
+        ("gluon_topk._filtered_kernel", {"to_best", "line", "begin", "noted"}),
         ("triton_scores._scores_kernel", {"q", "to_score", "to_best"}),
         ("gluon_scores._scores_kernel", {"to_score", "to_best"}),  # the rest goes by coordinates
     ],
@@ -178,11 +180,12 @@ def first_form(name: str) -> str:
     module, kernel = name.split(".")
     fn = getattr(importlib.import_module(f"kernels.indexer.{module}"), kernel)
     constants = {
-        "STAGE": 1, "SLOTS": 64, "GROUP": 16, "ROOM": 8, "HEADS": 32, "DIM": 64, "QUERIES": 8,
-        "POOLS": 64, "STAGES": 2,
+        "STAGE": 1, "SLOTS": 512, "GROUP": 16, "ROOM": 8, "HEADS": 32, "DIM": 64, "QUERIES": 8,
+        "POOLS": 64, "STAGES": 2, "WARPS": 4,
     }  # fmt: skip
     kinds = {"queries": "*bf16", "weights": "*fp32", "values": "*fp32", "scores": "*fp32",
-             "best": "*fp32", "scale": "fp32", "keys": "tensordesc<bf16[64,64]>", "groups": "*i32",
+             "best": "*fp32", "bests": "*fp32", "scale": "fp32", "groups": "*i32",
+             "keys": "tensordesc<bf16[64,64]>",
              "first": "*i32", "end": "*i32", "out": "*i32"}  # fmt: skip
     of_gluon = module.startswith("gluon")
     if of_gluon:

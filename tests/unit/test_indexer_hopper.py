@@ -43,10 +43,11 @@ def test_scores_and_the_best_of_each_group_are_exactly_the_definitions(
             gluon_scores._scores_kernel,
             gluon_scores,
             (-(-(window.q1 - window.q0) // per_program), -(-window.width // SEGMENT)),
-            gluon_on_cpu.Descriptor(problem.queries.flatten(0, 1), gluon_scores.COLUMNS),
+            gluon_on_cpu.Descriptor(problem.queries.flatten(0, 1), gluon_scores.COLUMNS // 2),
             problem.weights, gluon_on_cpu.Descriptor(problem.keys, TILE), first, end,
             space.scores, space.best, SCALE, window.q0, window.q1, window.p0, window.width,
-            segment=SEGMENT, HEADS=heads, DIM=dim, QUERIES=per_program, POOLS=TILE, GROUP=GROUP,
+            segment=SEGMENT, HEADS=heads, DIM=dim, QUERIES=per_program // 2, POOLS=TILE,
+            GROUP=GROUP,
         )  # fmt: skip
         pools = torch.arange(window.p0, window.p0 + window.width)
         allowed = (pools >= first[rows, None]) & (pools < end[rows, None])

@@ -1,0 +1,75 @@
+"""What Hopper's choice of the best scores computes, without a GPU; see ``gluon_rows_on_cpu``."""
+
+import pytest
+import torch
+
+from kernels.indexer import gluon_topk, triton_topk
+from kernels.indexer.windows import GROUP
+from tests.unit import gluon_rows_on_cpu
+from tests.unit.indexer_support import choose_by_sorting
+
+INF, NAN = float("inf"), float("nan")
+NO_MEANING = 1e30
+"""Where a query may not choose: above all scores."""
+
+
+def awkward(width: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Scores with ties, both zeros, infinities, nan, tiny and huge; ranges of all kinds."""
+    random = torch.Generator().manual_seed(width)
+    scores = torch.randn(18, width, generator=random)
+    scores[1] = torch.randint(-1, 2, (width,), generator=random).float()
+    scores[2], scores[3, ::2], scores[3, 1::2] = 0.0, -0.0, 0.0
+    scores[4, 5::7], scores[4, 60] = INF, NAN
+    scores[5], scores[6, 3:] = -INF, -1e-40
+    scores[7] = torch.arange(width).float() * 1e-3 - 0.5
+    scores[8], scores[9] = -1 - scores[8].abs(), torch.exp(scores[9] * 20)
+    scores[10, ::3], scores[10, 1::3], scores[12, :7] = NAN, -NAN, INF
+    scores[11] *= 1e-42
+    first = torch.tensor([0] * 13 + [3, 50, 17, 0, 16]).int()
+    end = torch.tensor([width] * 14 + [width - 1, 21, 0, width]).int()
+    return scores, first, end
+
+
+def spoiled(scores: torch.Tensor, first: torch.Tensor, end: torch.Tensor):
+    """Scores and the best of each group, with anything at all where nothing may be chosen."""
+    column = torch.arange(scores.shape[1])
+    allowed = (column >= first[:, None]) & (column < end[:, None])
+    best = scores.masked_fill(~allowed, -INF).unflatten(1, (-1, GROUP)).amax(2)
+    best[~allowed.unflatten(1, (-1, GROUP)).any(2)] = NO_MEANING
+    return scores.masked_fill(~allowed, NO_MEANING), best
+
+
+@pytest.mark.parametrize("width, count", [(1024, 512), (256, 5)])
+def test_a_short_row_is_chosen_from_as_by_sorting(width, count):
+    scores, first, end = awkward(width)
+    out = torch.full((len(scores), count), 99, dtype=torch.int32)
+    gluon_rows_on_cpu.run(
+        gluon_topk._whole_kernel, gluon_topk, len(scores), values=spoiled(scores, first, end)[0],
+        first=first, end=end, out=out, q0=0, p0=0, width=width, count=count,
+        SLOTS=2 * width, ROOM=512, WARPS=2 * width // 512,
+    )  # fmt: skip
+    assert torch.equal(out, choose_by_sorting(scores, first, end, count))
+
+
+@pytest.mark.parametrize("width, count, left", [(8192, 300, True), (20480, 512, False)])
+def test_a_long_row_is_chosen_from_as_by_sorting_or_left_with_its_groups(width, count, left):
+    scores, first, end = awkward(width)
+    if not left:
+        scores, first, end = scores[[0, 9, 12, 13]], first[[0, 9, 12, 13]], end[[0, 9, 12, 13]]
+    values, best = spoiled(scores, first, end)
+    out = torch.full((len(scores), count), 99, dtype=torch.int32)
+    groups = torch.full_like(out, 77)
+    gluon_rows_on_cpu.run(
+        gluon_topk._filtered_kernel, gluon_topk, len(scores), values=values, bests=best,
+        groups=groups, first=first, end=end, out=out, q0=0, p0=0, width=width, count=count,
+        SLOTS=2048, GROUP=GROUP, ROOM=512, WARPS=4,
+    )  # fmt: skip
+    want = choose_by_sorting(scores, first, end, count)
+    waiting = groups[:, 0] != triton_topk.DONE
+    assert bool(waiting.any()) == left and not waiting.all()
+    assert torch.equal(out[~waiting], want[~waiting])
+    for row in waiting.nonzero().flatten().tolist():
+        listed = groups[row][groups[row] >= 0]
+        assert (out[row] == 99).all() and bool((listed.diff() > 0).all())
+        columns = want[row][want[row] >= 0] + first[row]
+        assert set((columns // GROUP).tolist()) <= set(listed.tolist())
