@@ -20,7 +20,7 @@ from components.context_parallel.softmax.kernel import PlainKernel
 from components.context_parallel.softmax.reach import Reach
 from components.vocabulary.ring import RidingSum
 from tests.distributed.softmax_layers import fsdp_and_recompute, layers_of_models
-from tests.distributed.softmax_memory import little_is_held
+from tests.distributed.softmax_memory import memory_is_as_planned
 from tests.distributed.softmax_support import (
     BATCHES,
     CASES,
@@ -240,7 +240,7 @@ CHECKS = {
     "bytes are what the methods promise": published_formulas,
     "unseen blocks are skipped": unseen_blocks_are_skipped,
     "no forward in backward": forwards_are_not_run_again,
-    "little is held": little_is_held,
+    "memory is as planned": memory_is_as_planned,
     "transfers overlap work": transfers_overlap_work,
     "layers of models": layers_of_models,
     "groups other than the world": groups_other_than_the_world,

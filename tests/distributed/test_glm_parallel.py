@@ -2,7 +2,9 @@
 
 import json
 import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from torchtitan.components.loss import IGNORE_INDEX
 from components.titan.trainer import RecipeTrainer
 from kernels.backends.ops import HYPER_CONNECTIONS
 from tests.distributed.spawn import run_ranks
+from tests.distributed.tensor_traffic import OUTSIDE, Sent, TensorTraffic, whole_on_every_rank
 from tests.training import full, losses, metrics, small_overrides, train, write_corpus
 
 pytestmark = pytest.mark.distributed
@@ -136,12 +139,27 @@ def train_and_keep(trainer: RecipeTrainer) -> dict[str, Any]:
     return kept
 
 
+def train_and_count(trainer: RecipeTrainer) -> dict[str, Any]:
+    """The same; what tensor ranks sent in the first step; and what weights all of them have."""
+    whole: Counter[str] = Counter()
+    step, traffic = trainer.train_step, TensorTraffic(trainer)
+
+    def counted(iterator: Iterator) -> None:
+        with nullcontext() if whole else traffic:
+            step(iterator)
+        whole.update({} if whole else whole_on_every_rank(trainer))
+
+    trainer.train_step = counted
+    return {**train_and_keep(trainer), "sent": traffic.sent, "whole": whole}
+
+
 def train_layout(name: str, layout: str, corpus: str, seed: str, out: str) -> None:
     """One rank of a layout's run."""
     able = replace(HYPER_CONNECTIONS.backends["triton"], why_not=lambda device, shape: None)
     HYPER_CONNECTIONS.add(able)
     settings = [*overrides(corpus, seed), *(LAYOUTS | PLANNED | WITH_INDEXERS)[layout]]
-    kept = train(Path(out) / name, settings, use=train_and_keep)
+    use = train_and_count if layout == "tensor2" else train_and_keep
+    kept = train(Path(out) / name, settings, use=use)
     torch.save(kept, Path(out) / f"{name}.{os.environ['RANK']}.pt")
 
 
@@ -225,7 +243,33 @@ def test_one_rank_trains_all_but_the_indexer_and_moves_every_bias(single: Path) 
     "layout", [pytest.param(n, marks=[] if n in QUICK else [pytest.mark.slow]) for n in LAYOUTS]
 )
 def test_losses_gradients_and_biases_equal_one_rank(layout: str, single: Path) -> None:
-    assert_as_one(single, layout, two_ranks(single, layout))
+    ranks = two_ranks(single, layout)
+    assert_as_one(single, layout, ranks)
+    for rank in ranks if layout == "tensor2" else []:
+        assert_traffic(rank["sent"], rank["whole"])
+
+
+def assert_traffic(sent: Sent, whole: Counter[str]) -> None:
+    """Elements that a rank sends, as the README gives them for each layer and direction."""
+    passes, tokens, width, topk, pool = GLOBAL_BATCH // 2, 2 * 128, 128, 16, 4
+    share = tokens * width // 2 * passes
+    expected: Sent = Counter()
+    assert len(whole) == 4 and min(whole.values()) > 16 * 1024
+    for layer in ("0", "1", "2", "3"):
+        # Routed experts and the shared one read one input; what they return is summed apart.
+        outputs = 2 if layer == "0" else 3
+        expected[layer, "forward", "gathered"] = expected[layer, "backward", "scattered"] = (
+            2 * share
+        )
+        expected[layer, "forward", "scattered"] = outputs * share
+        expected[layer, "backward", "gathered"] = outputs * share
+        expected[layer, "backward", "summed"] = whole[layer] * passes
+    # One block of queries, which one rank scores: its ids travel, and as much padding.
+    expected["3", "forward", "pools"] = tokens * topk // pool * passes
+    for what in ("gathered", "scattered"):
+        found = sum(sent[OUTSIDE, way, what] for way in ("forward", "backward"))
+        assert found == 2 * share, "one of the embedding, one of the head"
+    assert {key: n for key, n in sent.items() if key[0] != OUTSIDE} == expected
 
 
 def test_a_rank_whose_experts_get_no_token_still_joins_and_counts(starved: Path) -> None:

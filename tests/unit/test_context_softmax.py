@@ -79,7 +79,8 @@ def test_the_check_says_what_ranks_send_and_hold() -> None:
     assert "7 layers, context 16, zigzag" in text
     windows = summarise(recipe(name=GPT_OSS), Target("cuda", 16, 139 * 2**30))
     assert "traffic      window: " in windows and "traffic      softmax ulysses: " in windows
-    held = tokens * (5 * ROW * (2 + 4) + 56 * 128 * 4) / 2**30
+    # Three ranks' rows and six sums, gradients of queries; half of the layer's own come later.
+    held = tokens * (ROW * (3 * 2 + 6 * 4) + 56 * 128 * 4 - (56 * 128 + ROW)) / 2**30
     assert f"{held:.2f} GiB per rank on the device: what a softmax layer exchanges" in text
 
 
@@ -95,20 +96,25 @@ def test_windows_are_all_that_their_layers_send() -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "ranks", "numbers"),
+    ("method", "numbers"),
     [
-        # Queries, keys and values in two copies, outputs: three times.
-        ("ulysses", 16, 3 * (64 * 64 + 2 * 2 * 8 * 64 + 64 * 64) * 2),
-        # Of 16 ranks: arrived, in order, beside own; four times in float32.
-        ("all_gather", 16, 16 * 2 * 8 * 64 * (3 * 2 + 4 * 4)),
-        ("ring", 16, 3 * 2 * 8 * 64 * (2 + 4) + 64 * 64 * 4),
+        # Queries, keys and values in two copies, these again, and outputs twice.
+        ("ulysses", (64 * 64 + 2 * 2 * 2 * 8 * 64 + 2 * 64 * 64) * 2),
+        # Of 16 ranks but for half a rank's in bfloat16 twice and in float32, beside own twice;
+        # own sums.
+        ("all_gather", 2 * 8 * 64 * (15.5 * (2 * 2 + 4) + 16 * 2 * 2 + (4 - 2))),
+        # Two ranks' rows and four sums, gradients of queries; half of the layer's own come later.
+        ("ring", 2 * 8 * 64 * (2 * 2 + 4 * 4) + 64 * 64 * 4 - (64 * 64 + 2 * 8 * 64)),
     ],
 )
-def test_what_a_method_holds_is_counted(method: str, ranks: int, numbers: int) -> None:
+def test_what_a_method_holds_is_counted(method: str, numbers: float) -> None:
     found = split(f"{SOFTMAX}={method}", name=GPT_OSS)
-    assert found.exchanged("softmax") == numbers * 2**17 // ranks
-    # Two parts, before each 127 tokens; in either precision twice.
-    assert found.exchanged("window") == 2 * 127 * 2 * 8 * 64 * (2 * 2 + 2 * 4)
+    tokens, row = 2**17 // 16, 2 * 8 * 64
+    assert found.exchanged("softmax") == numbers * tokens
+    # Two parts, before each 127 tokens: brought, beside a part's own with gradients, of one part
+    # until they are sent. A part's gradients of queries, and wide sums.
+    before = (2 + 2 + 1) * 127 * row * 2
+    assert found.exchanged("window") == before + tokens * (row * 2 + 64 * 64 + row * (4 - 2))
 
 
 def test_bytes_are_reported_by_layers_of_either_kind() -> None:

@@ -33,6 +33,7 @@ from components.titan.cp_attention import (
     share_attention,
 )
 from kernels.position.alibi import DistanceBias
+from tests.unit.test_kernel_shape_budget import Ledger
 
 LENGTHS, HEADS, KEY_HEADS, WIDTH = (7, 1, 32), 6, 2, 16
 TOKENS = sum(LENGTHS)
@@ -129,6 +130,27 @@ def test_blocks_of_keys_add_up_in_backward(name: str, kernel: Kernel) -> None:
             total[some] += grad
     for total, leaf in zip(sums, leaves, strict=True):
         torch.testing.assert_close(total, leaf.grad, rtol=1e-11, atol=1e-11)
+
+
+class Cheap(DifferentiableKernel):
+    """Makes what it returns, and nothing else of its size."""
+
+    def forward(self, *args: Any) -> Any:
+        raise AssertionError("backward differentiates attend")
+
+    def attend(self, q: Any, k: Any, v: Any, *others: Any) -> Any:
+        return q + (k.sum() + v.sum()), q[..., 0].float()
+
+
+def test_backward_makes_no_wider_copies_of_all_queries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kernels.row_blocks.ELEMENTS", 2**12)
+    q = torch.ones(512, 4, 64, dtype=torch.bfloat16)
+    k = torch.ones(8, 4, 64, dtype=torch.bfloat16)
+    whole_lse, everything = torch.zeros(512, 4), block(slice(0, 512), slice(0, 8))
+    with Ledger() as ledger:
+        Cheap().backward(q, whole_lse, whole_lse, q, k, k, everything, Scores(1.0))
+    # The output, what pulls at it, and what becomes of both: each once, and as narrow as q.
+    assert ledger.peak < 5 * q.nbytes, ledger.peak / q.nbytes
 
 
 @pytest.mark.parametrize("name", SCORES)

@@ -8,11 +8,17 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
-from components.context_parallel.softmax.kernel import Block, Gradients, Kernel, Outputs, Scores
+from components.context_parallel.softmax.kernel import (
+    Block,
+    Gradients,
+    Kernel,
+    Outputs,
+    Scores,
+    shift_of,
+)
 from components.context_parallel.softmax.tiles import View
 from components.titan.flex_backward import LN2, block_gradients
 from kernels.position.alibi import DistanceBias
-from kernels.precision import accumulation_dtype
 
 
 def compiled(function: Callable[..., Any], backend: Any = "inductor") -> Callable[..., Any]:
@@ -67,13 +73,14 @@ class DifferentiableKernel(Kernel):
         tensors = [t.detach().requires_grad_() for t in (q, k, v)]
         with torch.enable_grad():
             out, own_lse = self.attend(tensors[0], tensors[1], tensors[2], block, scores)
-        wide = accumulation_dtype(q.dtype)
         # This block's weight among all: out is the sum of weight x out, lse the log of the sum.
         weight = torch.exp(own_lse.detach() - lse)
-        upstream = grad_out.to(wide) * weight.unsqueeze(-1)
-        product = (grad_out.to(wide) * out.detach().to(wide)).sum(-1)
+        # Of mixed precisions, and rounded: no wider copies of all queries are made.
+        upstream = torch.empty_like(grad_out, dtype=out.dtype)
+        torch.mul(grad_out, weight.unsqueeze(-1), out=upstream)
+        product = shift_of(out.detach(), grad_out, None)
         grad_q, grad_k, grad_v = torch.autograd.grad(
-            (out, own_lse), tensors, (upstream.to(out.dtype), weight * (product - shift))
+            (out, own_lse), tensors, (upstream, weight * (product - shift))
         )
         return grad_q, grad_k, grad_v
 

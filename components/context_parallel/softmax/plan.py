@@ -12,12 +12,12 @@ from components.context_parallel.layout import DEGREE
 from components.context_parallel.plan import SplitPlan
 from components.context_parallel.refusals import PATH, no_effect, refused
 from components.context_parallel.softmax.attend import Exchange, Method
-from components.context_parallel.softmax.heads import HeadSplit
+from components.context_parallel.softmax.held import Held
 from components.context_parallel.softmax.rings import Rings
 from components.context_parallel.softmax.volume import softmax_volume
 from components.context_parallel.volume import Volume
 from components.core.problems import Problem, divisors, shown
-from components.core.sizes import FLOAT32, compute_itemsize
+from components.core.sizes import compute_itemsize
 from components.models.titan_attention import TitanAttentionSettings
 from components.titan.cp_attention import LayerShape, layer_shapes, share_attention
 
@@ -82,31 +82,13 @@ class SoftmaxSplit(SplitPlan):
         return Volume(*(max(sent) for sent in zip(*found, strict=True)))
 
     def exchanged(self, mixer: str) -> int:
-        """See ``SplitPlan``.
+        """See ``SplitPlan``, and ``Held``."""
+        return max(self._held(shape) for shape in self._of(mixer))
 
-        Gradients of keys and values that travel, or wait for others, are float32.
-        """
-        return max(self._exchanged(shape) for shape in self._of(mixer))
-
-    def _exchanged(self, shape: LayerShape) -> int:
-        e, n, heads = self.element_size, self.tokens, shape.heads
-        row, outputs = heads.keys_values, heads.heads * heads.value_dim
-        if shape.window is not None:
-            # Before each part; in backward with their gradients, as computed and as sent.
-            ahead = min(2 * (shape.window - 1), n * self.ranks)
-            return ahead * row * (2 * e + 2 * FLOAT32)
-        match self.exchange.method:
-            case "ulysses":
-                copies = HeadSplit(heads.heads, heads.key_heads, self.ranks).copies
-                # Rows for each rank, as they arrived, and in the order of the batch.
-                return 3 * n * (heads.heads * heads.head_dim + copies * row + outputs) * e
-            case "all_gather":
-                # As they arrived, in order, and beside a part's own. Gradients as computed, packed,
-                # summed for the batch, and as they are sent.
-                return n * self.ranks * row * (3 * e + 4 * FLOAT32)
-        # Ranks' keys that are held at a time with their gradients, and running outputs.
-        shares = 5 if self.exchange.method == "double_ring" else 3
-        return n * (shares * row * (e + FLOAT32) + outputs * FLOAT32)
+    def _held(self, shape: LayerShape) -> int:
+        parts = len(self.cut((self.tokens * self.ranks,)).held(0))
+        held = Held(shape.heads, self.tokens, self.ranks, parts, self.element_size)
+        return held.beside(self.exchange.of_layer(shape.window), shape.window)
 
     def install(self, owner: str, plan: "RunPlan") -> None:
         """See ``SplitPlan``; windows are kept by each layer."""

@@ -188,6 +188,7 @@ class _Backward:
                 total = self._inner_round(ring, members, first=0)
                 assert total is not None
                 part.copy_(total)
+                del total  # it would stay until the next one is there
                 outer.end()
         if self.rings.outer_size > 1:
             arrived = outer.home()
