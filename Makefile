@@ -101,9 +101,11 @@ bench: environment ## measure NAME against its floor and its peers (no NAME: lis
 tune: environment ## measure fla's and sparse attention's kernels on this GPU, write their files
 	$(_plain)@exec $(PY) -m kernels.tuned
 
-# A module's tests run on one worker: many share a fixture that trains for half a minute.
+# A module's tests run on one worker: many share a fixture that trains for half a minute. Modules
+# keep their order, tests/distributed before tests/unit, so that the last ones are short.
+_several := --dist loadscope --no-loadscope-reorder
 test: environment ## all tests but the slow (ARGS="-k 'one or two'" for pytest, JOBS=2 at a time)
-	$(_plain)@exec $(PY) -m pytest -m "not slow" $(if $(filter-out 0 1,$(JOBS)),-n $(JOBS) --dist loadscope) $(ARGS)
+	$(_plain)@exec $(PY) -m pytest -m "not slow" $(if $(filter-out 0 1,$(JOBS)),-n $(JOBS) $(_several)) $(ARGS)
 
 lint: environment ## ruff (rules and format) and mypy
 	$(_plain)@$(PY) -m ruff check . && $(PY) -m ruff format --check . && $(PY) -m mypy

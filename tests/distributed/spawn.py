@@ -3,15 +3,14 @@
 A process trains once: torchtitan's typed meshes do not survive a second trainer on several ranks.
 """
 
-import importlib
 import os
+import signal
 import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch.multiprocessing as multiprocessing
+from tests.distributed.rank_server import SERVERS, Job, server_of
 
 LIMIT_SECONDS = 240
 
@@ -29,41 +28,35 @@ def run_ranks(function: Callable[..., None], world_size: int, folder: Path, *arg
     from tests.training import free_port
 
     folder.mkdir(parents=True, exist_ok=True)
-    port = free_port()
-    context = multiprocessing.spawn(
-        _entry,
-        # By name: unpickling the function would import torchtitan before the device is chosen.
-        (function.__module__, function.__name__, world_size, port, folder, args),
-        nprocs=world_size,
-        join=False,
-    )
-    deadline = time.monotonic() + LIMIT_SECONDS
+    port, name = free_port(), (function.__module__, function.__name__)
+    for rank in range(min(world_size, SERVERS)):
+        server_of(rank)  # all of them import at the same time
+    pids: dict[int, int] = {}
     try:
-        while not context.join(timeout=1):
-            if time.monotonic() > deadline:
-                for process in context.processes:
-                    process.kill()
-                raise AssertionError(f"{function.__name__} hung for {LIMIT_SECONDS} s")
-    except Exception as error:
+        for rank in range(world_size):
+            job = Job(*name, rank, world_size, port, folder, args)
+            pids[rank] = server_of(rank).fork(job)
+        _wait(pids, function.__name__)
+    except AssertionError as error:
         reports = [file.read_text() for file in sorted(folder.glob("rank_*.error"))]
         raise AssertionError("\n".join(reports) or str(error)) from error
+    finally:
+        for rank, pid in pids.items():
+            os.kill(pid, signal.SIGKILL)
+            while server_of(rank).exit_code(pid) is None:
+                time.sleep(0.01)
 
 
-def _entry(
-    rank: int, module: str, name: str, world_size: int, port: int, folder: Path, args: tuple
-) -> None:
-    os.environ["OMP_NUM_THREADS"] = "1"
-    from components.titan.device import use_cpu
-
-    use_cpu()
-    import torch
-
-    from tests.training import set_rank
-
-    torch.set_num_threads(1)
-    set_rank(rank, world_size, port)
-    try:
-        getattr(importlib.import_module(module), name)(*args)
-    except BaseException:
-        (folder / f"rank_{rank}.error").write_text(f"rank {rank}\n{traceback.format_exc()}")
-        raise
+def _wait(pids: dict[int, int], name: str) -> None:
+    """Until all ranks have ended well; drops those that have from ``pids``."""
+    deadline = time.monotonic() + LIMIT_SECONDS
+    while pids:
+        for rank in list(pids):
+            code = server_of(rank).exit_code(pids[rank])
+            if code is not None:
+                del pids[rank]
+            if code:
+                raise AssertionError(f"{name}: rank {rank} ended with exit code {code}")
+        if time.monotonic() > deadline:
+            raise AssertionError(f"{name} hung for {LIMIT_SECONDS} s")
+        time.sleep(0.02)

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as multiprocessing
 
 from components.expert_dispatch.partition import ChunkRule, DisagreementError, agree
+from tests.distributed.spawn import run_ranks
 
 pytestmark = pytest.mark.distributed
 
@@ -22,17 +22,11 @@ OTHERS = {
 }
 
 
-def rank_of_four(rank: int, folder: str) -> None:
+def rank_of_four() -> None:
     """Two groups, as expert parallelism makes them, and rules that differ on one rank."""
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/meeting",
-        rank=rank,
-        world_size=4,
-        # What waits for another rank longer than this has hung.
-        timeout=timedelta(seconds=60),
-    )
+    # What waits for another rank longer than this has hung.
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    rank = dist.get_rank()
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     rule, tokens = ChunkRule(**SETTINGS), TOKENS[rank]
 
@@ -64,4 +58,4 @@ def rank_of_four(rank: int, folder: str) -> None:
 
 
 def test_four_ranks_cut_their_tokens_into_as_many_chunks_or_all_refuse(tmp_path: Path) -> None:
-    multiprocessing.spawn(rank_of_four, (str(tmp_path),), nprocs=4)
+    run_ranks(rank_of_four, 4, tmp_path)

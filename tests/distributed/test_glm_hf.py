@@ -69,7 +69,7 @@ class Sharded(nn.Module):
 
 
 def load_and_export(source: str, out: str) -> None:
-    """One rank: load and export once per placement, in one process because starting one is slow."""
+    """One rank: load and export once per placement."""
     dist.init_process_group("gloo")
     dense = init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",))
     for layout, (shape, names, _) in EXPERTS.items():

@@ -243,7 +243,7 @@ CHECKS = {
 
 
 def run_checks(folder: str) -> None:
-    """One rank of all checks: importing torch takes longer than they do."""
+    """One rank of all checks."""
     dist.init_process_group("gloo")
     for name, check in CHECKS.items():
         check()

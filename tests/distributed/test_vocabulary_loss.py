@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as multiprocessing
 
 from components.vocabulary.fused import fused
 from components.vocabulary.layout import VocabularyLayout
 from components.vocabulary.move_activations import move_activations
 from components.vocabulary.move_weights import move_weights
 from components.vocabulary.strips import strip_buffer
+from tests.distributed.spawn import run_ranks
 from tests.unit.vocabulary_support import (
     Answer,
     Meter,
@@ -174,15 +174,12 @@ def check_refusal(group: dist.ProcessGroup) -> None:
         by_fused(problem, group, dist.get_rank(group), torch.float32, 5)
 
 
-def rank_of_four(rank: int, folder: str) -> None:
+def rank_of_four() -> None:
     """One rank of a ring of four, and at the same time of one of two rings of two."""
-    torch.set_num_threads(1)
     # Among other things, fills new memory with nan: nothing may be read that was not written.
     torch.use_deterministic_algorithms(True)
-    limit = timedelta(seconds=120)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=4, timeout=limit
-    )
+    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
+    rank = dist.get_rank()
     four, pairs = [0, 1, 2, 3], [[0, 1], [2, 3]]
     groups = [dist.new_group(pair) for pair in pairs]
     world, pair, group = dist.group.WORLD, pairs[rank // 2], groups[rank // 2]
@@ -200,5 +197,4 @@ def rank_of_four(rank: int, folder: str) -> None:
 
 
 def test_rings_of_two_and_four_equal_one_process(tmp_path: Path) -> None:
-    # Processes that know nothing of trainings start in a fraction of the time.
-    multiprocessing.spawn(rank_of_four, (str(tmp_path),), nprocs=4)
+    run_ranks(rank_of_four, 4, tmp_path)

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import torch.multiprocessing as mp
 
+from tests.distributed.spawn import run_ranks
 from tests.unit.test_data_loader import make, take
 from tests.unit.test_data_store import given
 
@@ -33,11 +33,10 @@ def test_a_checkpoint_of_other_data_is_refused(tmp_path: Path) -> None:
         dcp.load({"dataloader": other}, checkpoint_id=tmp_path / "step", no_dist=True)
 
 
-def train_on(rank: int, ranks: int, folder: Path) -> None:
+def train_on(folder: Path) -> None:
     """Take three steps, save, and do it again with a new loader that resumes."""
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=ranks
-    )
+    dist.init_process_group("gloo")
+    rank, ranks = dist.get_rank(), dist.get_world_size()
     taken = []
     for save in range(2):
         loader = make(given(folder), ranks=ranks, rank=rank, batch=2)
@@ -51,7 +50,7 @@ def train_on(rank: int, ranks: int, folder: Path) -> None:
 
 @pytest.mark.distributed
 def test_a_checkpoint_of_two_ranks_continues_on_two_and_on_one(tmp_path: Path) -> None:
-    mp.spawn(train_on, (2, tmp_path), nprocs=2)
+    run_ranks(train_on, 2, tmp_path / "errors", tmp_path)
     resumed = make(given(tmp_path), batch=2)
     dcp.load({"dataloader": resumed}, checkpoint_id=tmp_path / "step-1", no_dist=True)
     assert resumed.sample == 24

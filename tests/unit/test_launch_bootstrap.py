@@ -24,6 +24,7 @@ case "$*" in
 "-m pip install"*) echo "$*" >>"$FAKE/calls"
             if [ -e "$FAKE/pip-waits" ]; then touch "$FAKE/pip-started"; sleep 30; fi
             if [ -e "$FAKE/pip-fails" ]; then echo "ERROR: hashes do not match"; exit 1; fi ;;
+"-m compileall"*) echo compile >>"$FAKE/calls"; exit 1 ;;
 -V) echo "Python 3.9.1" ;;
 esac
 """
@@ -102,7 +103,7 @@ def test_the_first_run_installs_with_hashes_and_says_so(machine: Machine) -> Non
     assert (code, err) == (0, "")
     assert out.startswith("Installing 1 locked packages into .venv")
     log = (machine.fake / "calls").read_text()
-    assert "--require-hashes -r requirements.lock" in log
+    assert "--no-compile --require-hashes -r requirements.lock" in log
     lock = (machine.root / "requirements.lock").read_bytes()
     assert machine.stamp.read_text().strip() == hashlib.sha256(lock).hexdigest()
 
@@ -116,10 +117,10 @@ def test_the_second_run_does_nothing_and_is_silent(machine: Machine) -> None:
 
 def test_a_changed_lock_updates_the_same_environment(machine: Machine) -> None:
     machine.run("install")
-    assert machine.calls() == ["venv", "install"]
+    assert machine.calls() == ["venv", "install", "compile"]
     machine.lock("torch==2 --hash=sha256:0\n")
     assert machine.run("install")[0] == 0
-    assert machine.calls() == ["install"]
+    assert machine.calls() == ["install", "compile"]
 
 
 def test_too_little_space_is_refused_before_anything_is_installed(machine: Machine) -> None:
@@ -158,7 +159,7 @@ def test_an_interrupted_install_is_done_again_from_nothing(machine: Machine) -> 
     assert machine.calls() == ["venv", "install"]
     machine.set("pip-waits", on=False)
     assert machine.run("install")[0] == 0
-    assert machine.calls() == ["venv", "install"]
+    assert machine.calls() == ["venv", "install", "compile"]
     assert machine.stamp.exists()
 
 
@@ -167,7 +168,7 @@ def test_two_first_runs_at_once_install_once(machine: Machine) -> None:
     assert [p.wait(timeout=30) for p in (first, second)] == [0, 0]
     for process in (first, second):
         process.communicate()
-    assert machine.calls() == ["venv", "install"]
+    assert machine.calls() == ["venv", "install", "compile"]
 
 
 def test_an_interpreter_that_went_away_is_replaced(machine: Machine) -> None:
@@ -175,7 +176,7 @@ def test_an_interpreter_that_went_away_is_replaced(machine: Machine) -> None:
     machine.calls()
     (machine.root / ".venv/bin/python").unlink()
     assert machine.run("install")[0] == 0
-    assert machine.calls() == ["venv", "install"]
+    assert machine.calls() == ["venv", "install", "compile"]
 
 
 def test_an_old_python_is_refused_with_what_to_install(machine: Machine) -> None:

@@ -176,7 +176,7 @@ def test_a_slip_is_refused_before_anything_runs(stub: Path, words: list[str], me
 
 def test_tests_run_in_two_processes_without_the_slow_ones(stub: Path) -> None:
     assert run(stub, "test", "ARGS=-k 'a or b'")["argv"] == [
-        *["-m", "not slow", "-n", "2", "--dist", "loadscope"],
+        *["-m", "not slow", "-n", "2", "--dist", "loadscope", "--no-loadscope-reorder"],
         *["-k", "a or b"],
     ]
     assert run(stub, "test", "JOBS=1")["argv"] == ["-m", "not slow"]
