@@ -134,5 +134,6 @@ def test_streams_that_are_merged_again_cost_hardly_any_time() -> None:
         time, peak = found[more]
         print(f"merged again: {more}: {time:.0f} ms, {peak / 2**30:.2f} GiB")
         del block
-    assert found[True][1] < found[False][1] - 4 * 2**30
+    # 4 GiB of streams, without the block of them that is merged again.
+    assert found[True][1] < found[False][1] - 3.5 * 2**30
     assert found[True][0] <= SLOWER * found[False][0]
