@@ -17,6 +17,7 @@ import torch
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.elastic.multiprocessing.errors import record
 
+from components.titan.allocator import expand_segments
 from components.titan.device import DeviceKind, use_device
 from components.titan.story import narrate
 from launch import garbage
@@ -44,6 +45,8 @@ def main(run_dir: str) -> None:
         data = {key: value for key, (value, _) in read(run.frozen).keys.items() if "." not in key}
         recipe = bind_recipe(data)
         prepared = prepare(recipe, run.path, device, world_size)
+    if device == "cuda" and recipe.hardware.expandable_segments:
+        narrate(expand_segments())
     for note in prepared.notes:
         narrate(note)
     with _explained(recipe), prepared.build_and_close() as trainer:

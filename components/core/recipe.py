@@ -46,6 +46,10 @@ class Hardware:
     """Main memory of one machine, for what its ranks keep there; null: not compared before a run
     starts on the machine itself."""
 
+    expandable_segments: bool = True
+    """On CUDA: whether the allocator's segments grow, so that less memory is reserved beyond what
+    tensors take. false: as PYTORCH_ALLOC_CONF says; torch's own default is that they do not."""
+
     def __post_init__(self) -> None:
         if self.ranks_per_node < 1:
             raise ValueError(f"ranks_per_node is {self.ranks_per_node}; it must be at least 1")
