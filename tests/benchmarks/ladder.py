@@ -6,7 +6,8 @@
 
 A ``--base`` row stands alone; an ``--add`` row keeps the overrides of the ``--add`` rows before it.
 Each cell is one real `make train`. A row that fails at a length is not tried at longer ones. The
-table is written after every cell; ``--budget`` ends a run early, ``--more`` goes on with its table.
+table is written after every cell; ``--budget`` ends a run early, ``--more`` goes on with its table,
+``--only ROW@LENGTH`` leaves the other cells to other runs, and ``--join`` takes in their tables.
 """
 
 import argparse
@@ -47,9 +48,14 @@ def main(arguments: Sequence[str]) -> int:
     record = {
         **heading("ladder", options, arguments, common, machine),
         "rows": [{"label": row.label, "overrides": list(row.overrides)} for row in rows],
-        "cells": earlier(stem, rows, common) if options.more else {row.label: {} for row in rows},
+        "cells": {row.label: {} for row in rows},
     }
     cells = record["cells"]
+    for file in [stem.with_suffix(".json")] * options.more + (options.join or []):
+        commands, found = earlier(file, rows, common)
+        record["command"] = "\n".join([commands, record["command"]])
+        for label, row in found.items():
+            cells[label] |= row
     for _ in climb(rows, options, common, cells):
         publish(stem, record, markdown(record, options.lengths), quiet=True)
     publish(stem, record, markdown(record, options.lengths))
@@ -78,17 +84,17 @@ def make_rows(bases: Sequence[str], additions: Sequence[str]) -> list[Row]:
     return rows
 
 
-def earlier(stem: Path, rows: Sequence[Row], common: list[str]) -> dict[str, Any]:
-    """The cells of a table that an earlier run left: label -> length -> figures.
+def earlier(file: Path, rows: Sequence[Row], common: list[str]) -> tuple[str, dict[str, Any]]:
+    """The command of another run of the same table, and its cells: label -> length -> figures.
 
     Raises:
         ValueError: that table has other rows or other common overrides.
     """
-    record = json.loads(stem.with_suffix(".json").read_text())
+    record = json.loads(file.read_text())
     wanted = [{"label": row.label, "overrides": list(row.overrides)} for row in rows]
     if record["rows"] != wanted or record["common_overrides"] != common:
-        raise ValueError(f"--more: {stem}.json was measured with other overrides; leave --more out")
-    return record["cells"]
+        raise ValueError(f"--more, --join: {file} was measured with other overrides; leave it out")
+    return record["command"], record["cells"]
 
 
 def climb(
@@ -101,8 +107,14 @@ def climb(
             each cell that is.
     """
     began = time.monotonic()
+    chosen = set(options.only or [])
+    legal = [f"{row.label}@{length}" for row, length in product(rows, options.lengths)]
+    if unknown := chosen.difference(legal):
+        raise ValueError(f"--only: {', '.join(sorted(unknown))}; legal: {', '.join(legal)}")
     for length, row in product(options.lengths, rows):
         mine = cells[row.label]
+        if chosen and f"{row.label}@{length}" not in chosen:
+            continue
         if length in mine or not all(map(trained, mine.values())):
             continue
         if options.budget and time.monotonic() - began > options.budget:
@@ -128,7 +140,7 @@ def markdown(record: dict[str, Any], lengths: Sequence[str]) -> str:
     lines = [
         f"# Memory ladder: {record['recipe']} on {record['machine']['name']}",
         "",
-        f"`{record['command']}`",
+        *(f"- `{command}`" for command in record["command"].splitlines()),
         "",
         f"{record['date']}; {facts}",
         "",
@@ -176,6 +188,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--limit", type=int, default=400, help="seconds allowed to a cell")
     parser.add_argument("--budget", type=int, help="seconds after which no cell is begun")
     parser.add_argument("--more", action="store_true", help="keep the cells of an earlier run")
+    parser.add_argument("--join", nargs="+", type=Path, help="tables (JSON) of other runs of it")
+    parser.add_argument("--only", action="append", help="ROW@LENGTH, may repeat (default: all)")
     parser.add_argument("--out", type=Path, default=RESULTS)
     return parser
 

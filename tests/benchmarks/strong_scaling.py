@@ -103,8 +103,8 @@ def markdown(record: dict[str, Any]) -> str:
         f"{record['date']}; {facts}",
         "",
         "Whole steps, the first left out. Speed-up: tokens per second of all ranks over those of "
-        f"`{ONE}`, at as many tokens per step. Ranks draw the parts of the initial weights that they "
-        "hold, so a loss belongs to the number of ranks that it began with.",
+        f"`{ONE}`, at as many tokens per step. Ranks draw the parts of the initial weights that "
+        "they hold, so a loss belongs to the number of ranks that it began with.",
         "",
         "| run | ranks | tokens per step | tokens/s median | step s median (min-max) | speed-up "
         "| peak active GiB | peak reserved GiB | first step s | last loss | note |",

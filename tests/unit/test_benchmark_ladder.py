@@ -35,7 +35,7 @@ def _cell(exit_code: int = 0, tail: tuple[str, ...] = ()) -> dict[str, Any]:
 
 def _options(**changes: Any) -> argparse.Namespace:
     plain = {"lengths": ["32k", "64k", "128k"], "recipe": "r", "steps": 3, "ngpu": None, "limit": 9}
-    return argparse.Namespace(**{**plain, "budget": None, **changes})
+    return argparse.Namespace(**{**plain, "budget": None, "only": None, **changes})
 
 
 @pytest.fixture
@@ -84,14 +84,39 @@ def test_no_cell_begins_when_time_is_up(
 
 
 def test_a_table_of_other_overrides_is_not_gone_on_with(tmp_path: Path) -> None:
-    (tmp_path / "t.json").write_text(json.dumps({
+    file = tmp_path / "t.json"
+    file.write_text(json.dumps({
         "rows": [{"label": "x", "overrides": ["a=1"]}], "common_overrides": [],
-        "cells": {"x": {"32k": 1}},
+        "cells": {"x": {"32k": 1}}, "command": "c",
     }))  # fmt: skip
-    assert earlier(tmp_path / "t", [Row("x", ("a=1",))], []) == {"x": {"32k": 1}}
+    assert earlier(file, [Row("x", ("a=1",))], []) == ("c", {"x": {"32k": 1}})
     for rows, common in (([Row("x", ("a=2",))], []), ([Row("x", ("a=1",))], ["c=1"])):
-        with pytest.raises(ValueError, match="leave --more out"):
-            earlier(tmp_path / "t", rows, common)
+        with pytest.raises(ValueError, match="t.json was measured with other overrides"):
+            earlier(file, rows, common)
+
+
+def test_cells_of_several_runs_make_one_table(
+    seen: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Machine:
+        name, slug, facts = "m", "m", ()
+
+    monkeypatch.setattr(ladder, "settled_machine", lambda device: Machine)
+    table = ["t", "--recipe", "r", "--lengths", "32k", "64k", "--base", "x=c=1", "--base", "y=b=1"]
+    one, two = tmp_path / "one", tmp_path / "two"
+    assert ladder.main([*table, "--out", str(one), "--only", "x@64k"]) == 0
+    assert ladder.main([*table, "--out", str(two), "--only", "y@32k", "--only", "x@32k"]) == 0
+    assert [overrides[0] for overrides in seen] == ["c=1", "c=1", "b=1"]
+    rest = ["--join", str(one / "ladder_t_m.json"), "--more", "--out", str(two)]
+    assert ladder.main([*table, *rest]) == 0
+    assert seen[3:] == [["b=1", "training.seq_len=64k"]]
+    record = json.loads((two / "ladder_t_m.json").read_text())
+    assert {label: set(row) for label, row in record["cells"].items()} == {
+        label: {"32k", "64k"} for label in "xy"
+    }
+    assert record["command"].count("ladder t") == 3
+    with pytest.raises(ValueError, match="--only: z@32k; legal: x@32k, x@64k, y@32k, y@64k"):
+        ladder.main([*table, "--out", str(one), "--only", "z@32k"])
 
 
 def test_the_table_shows_medians_reasons_and_the_longest_length() -> None:
