@@ -8,17 +8,13 @@ only, so the next tile is gathered during the products of dK, into the same buff
 queries, output gradients and keys 64 KiB each, P and dS 8 KiB each in bfloat16, P 16 KiB more in
 float32.
 
-``beneath`` and ``ahead`` let additions, which otherwise leave the tensor cores idle, run while
-products are under way.
-
 A block walks through the tiles of its query from the first to the last. ``running`` and ``partial``
 change that; ``kernels.sparse_mla.walk`` says what for.
 """
 
 import tilelang.language as T
 
-from kernels.sparse_mla.backward_parts import PIECE, additions
-from kernels.sparse_mla.backward_parts import products as products_beneath
+from kernels.sparse_mla.additions import additions
 from kernels.sparse_mla.cuda_source import ADDITIONS, IN_PHASE
 from kernels.sparse_mla.shape import HEADS, LOG2E, TILE, Shape
 
@@ -32,9 +28,6 @@ def build(
     producer_registers: int,
     running: int = 0,
     partial: bool = False,
-    beneath: bool = False,
-    ahead: bool = False,
-    streamed: bool = False,
 ):
     """The TileLang function; arguments as ``kernels.sparse_mla.tilelang_backward`` calls it.
 
@@ -42,18 +35,15 @@ def build(
         shape: ``tail`` must be 0.
         emit: also write the probabilities of the pools.
         scatter: how dK leaves the block: ``lines``, ``quads`` and ``pairs`` add 128, 64 or 32
-            neighbouring bytes of a row at a time to ``dlatent`` (T, width), 16, 16 or 8 a lane;
-            ``store`` writes to ``dlatent`` (head blocks * Q * slots, width) where no two blocks
-            meet.
+            neighbouring bytes of a row at a time to ``dlatent`` (T, width), as
+            ``kernels.sparse_mla.additions`` says; ``store`` writes to ``dlatent`` (head blocks * Q
+            * slots, width) where no two blocks meet.
         consumer_registers, producer_registers: per thread of the two warpgroups that compute and
             of the one that loads; 504 together, counting the first twice, is what a block has.
         running: blocks that the GPU runs at a time. They walk in phase: a block begins where the
             others are on average, by ``clock``, and wraps around. 0: it begins at its first tile.
         partial: walk only through the tiles from ``walk[query, 0]`` to before ``walk[query, 1]``
             and add to ``dq``, which is float32. Otherwise ``walk`` is not read.
-        beneath: take dK in pieces of 64 columns and add each beneath the products of the next.
-        ahead: with ``beneath``, begin the next tile's logits and dP beneath the last additions.
-        streamed: what a block reads or writes once (queries, their gradients, dQ) leaves L2 first.
     """
     width, size, scale = shape.width, shape.size, shape.scale
     heads, half, cols = shape.heads, shape.width // 2, shape.width // 4
@@ -62,11 +52,7 @@ def build(
     queries, tokens, slots = T.dynamic("queries, tokens, slots")
     targets = T.dynamic("targets")
     blocks = heads // HEADS
-    lines, once = scatter == "lines", "evict_first" if streamed else None
-    # Columns of an accumulator of dK; the second one is there where products overlap additions.
-    piece = PIECE if beneath else cols
-    adds = additions(width, scatter)
-    beneath_adds = products_beneath(shape, adds, ahead=ahead)
+    lines, adds = scatter == "lines", additions(width, scatter)
 
     @T.macro
     def products(
@@ -104,10 +90,6 @@ def build(
         T.barrier_arrive(p_free)
         adds.add((t + 1) * TILE <= count, acc_k, row, other, held, second, dlatent)
 
-    @T.macro
-    def add_last(side, full, acc, row, other, held, dlatent):
-        adds.add(full, acc, row, other, held, side * half + half - piece, dlatent)
-
     def tile_at(n, begin, first, length):
         """The n-th tile of a block that walks from ``first`` to the end, then from the start."""
         return begin + first + T.if_then_else(first + n < length, n, n - length)
@@ -127,7 +109,6 @@ def build(
             T.copy(
                 Q_shared[:, first : first + half],
                 dq[query, first_head : first_head + HEADS, first : first + half],
-                eviction_policy=once,
             )
 
     @T.prim_func
@@ -159,10 +140,8 @@ def build(
             target = T.alloc_shared((2, TILE), "int32")
             acc_q_0 = T.alloc_fragment((HEADS, half), "float32")
             acc_q_1 = T.alloc_fragment((HEADS, half), "float32")
-            acc_k_0 = T.alloc_fragment((TILE, piece), "float32")
-            acc_l_0 = T.alloc_fragment((TILE, piece), "float32") if beneath else acc_k_0
-            acc_k_1 = T.alloc_fragment((TILE, piece), "float32")
-            acc_l_1 = T.alloc_fragment((TILE, piece), "float32") if beneath else acc_k_1
+            acc_k_0 = T.alloc_fragment((TILE, cols), "float32")
+            acc_k_1 = T.alloc_fragment((TILE, cols), "float32")
             acc_p = T.alloc_fragment((HEADS, TILE), "float32")
             acc_s = T.alloc_fragment((HEADS, TILE), "float32")
             shift = T.alloc_fragment((HEADS,), "float32")
@@ -172,11 +151,10 @@ def build(
             other_0 = T.alloc_fragment((TILE,), "int32") if lines else row_0
             row_1 = T.alloc_fragment((TILE,), "int32")
             other_1 = T.alloc_fragment((TILE,), "int32") if lines else row_1
-            held_0 = T.alloc_local((16 if lines else 8,), "float32")
-            held_1 = T.alloc_local((16 if lines else 8,), "float32")
+            held_0 = T.alloc_local((adds.held_size,), "float32")
+            held_1 = T.alloc_local((adds.held_size,), "float32")
             token = T.alloc_local((rows,), "int32")
             place = T.alloc_local((1,), "int32")
-            whole = T.alloc_local((1,), "bool")
             first_shared = T.alloc_shared((1,), "int32")
             first_ready = T.alloc_barrier(arrive_count=128)
             q_ready = T.alloc_barrier(arrive_count=128)
@@ -204,14 +182,10 @@ def build(
             if thread >= 256:
                 T.set_max_nreg(producer_registers, 0)
                 lane = thread - 256
+                T.tma_copy(q[query, first_head : first_head + HEADS, :], Q_shared, barrier=q_ready)
                 T.tma_copy(
-                    q[query, first_head : first_head + HEADS, :], Q_shared, barrier=q_ready,
-                    eviction_policy=once,
-                )  # fmt: skip
-                T.tma_copy(
-                    grad[query, first_head : first_head + HEADS, :], G_shared, barrier=q_ready,
-                    eviction_policy=once,
-                )  # fmt: skip
+                    grad[query, first_head : first_head + HEADS, :], G_shared, barrier=q_ready
+                )
                 T.barrier_arrive(q_ready)
                 if running:
                     if lane == 0:
@@ -286,12 +260,6 @@ def build(
                 for i in T.Parallel(HEADS):
                     shift[i] = shift[i] * LOG2E
                 T.fill(acc_q_0, 0)
-                if ahead:
-                    # The first tile has none before it whose last piece is to be added.
-                    whole[0] = False
-                    T.fill(row_0, -1)
-                    T.fill(other_0, -1)
-                    T.fill(acc_l_0, 0)
                 T.barrier_wait(q_ready, 0)
                 if running:
                     T.barrier_wait(first_ready, 0)
@@ -303,9 +271,6 @@ def build(
                     T.barrier_wait(k_ready, n & 1)
                     T.fence_proxy_async()
                     T.wgmma_gemm(Q_shared, K_shared, acc_p, transpose_B=True, clear_accum=True)
-                    if ahead:
-                        add_last(0, whole[0], acc_l_0, row_0, other_0, held_0, dlatent)
-                        whole[0] = (t + 1) * TILE <= count
                     T.wait_wgmma(0)
                     for i, j in T.Parallel(HEADS, TILE):
                         acc_p[i, j] = T.exp2(acc_p[i, j] * steps - shift[i])
@@ -323,31 +288,16 @@ def build(
                     T.fence_proxy_async()
                     T.barrier_arrive(p_ready)
                     T.barrier_wait(p_ready, n & 1)
-                    if beneath:
-                        beneath_adds(
-                            0, n, t, count, Q_shared, G_shared, K_shared, P_shared, S_shared,
-                            target, ds_ready, k_free, p_free, acc_q_0, (acc_k_0, acc_l_0),
-                            row_0, other_0, held_0, dlatent,
-                        )  # fmt: skip
-                    else:
-                        products(
-                            0, n, t, count, Q_shared, G_shared, K_shared, P_shared, S_shared,
-                            target, ds_ready, k_free, p_free, acc_q_0, acc_k_0, row_0,
-                            other_0, held_0, dlatent,
-                        )  # fmt: skip
-                if ahead:
-                    add_last(0, whole[0], acc_l_0, row_0, other_0, held_0, dlatent)
+                    products(
+                        0, n, t, count, Q_shared, G_shared, K_shared, P_shared, S_shared, target,
+                        ds_ready, k_free, p_free, acc_q_0, acc_k_0, row_0, other_0, held_0,
+                        dlatent,
+                    )  # fmt: skip
                 write(0, acc_q_0, Q_shared, row_0, held_0, done, dq, query, first_head)
             else:
                 T.set_max_nreg(consumer_registers, 1)
                 T.copy(delta[query, first_head : first_head + HEADS], inner)
                 T.fill(acc_q_1, 0)
-                if ahead:
-                    # The first tile has none before it whose last piece is to be added.
-                    whole[0] = False
-                    T.fill(row_1, -1)
-                    T.fill(other_1, -1)
-                    T.fill(acc_l_1, 0)
                 T.barrier_wait(q_ready, 0)
                 if running:
                     T.barrier_wait(first_ready, 0)
@@ -359,9 +309,6 @@ def build(
                     T.barrier_wait(k_ready, n & 1)
                     T.fence_proxy_async()
                     T.wgmma_gemm(G_shared, K_shared, acc_s, transpose_B=True, clear_accum=True)
-                    if ahead:
-                        add_last(1, whole[0], acc_l_1, row_1, other_1, held_1, dlatent)
-                        whole[0] = (t + 1) * TILE <= count
                     T.wait_wgmma(0)
                     T.barrier_wait(p_ready, n & 1)
                     for i, j in T.Parallel(HEADS, TILE):
@@ -377,20 +324,11 @@ def build(
                     T.copy(acc_s, S_shared)
                     T.fence_proxy_async()
                     T.barrier_arrive(ds_ready)
-                    if beneath:
-                        beneath_adds(
-                            1, n, t, count, Q_shared, G_shared, K_shared, P_shared, S_shared,
-                            target, ds_ready, k_free, p_free, acc_q_1, (acc_k_1, acc_l_1),
-                            row_1, other_1, held_1, dlatent,
-                        )  # fmt: skip
-                    else:
-                        products(
-                            1, n, t, count, Q_shared, G_shared, K_shared, P_shared, S_shared,
-                            target, ds_ready, k_free, p_free, acc_q_1, acc_k_1, row_1,
-                            other_1, held_1, dlatent,
-                        )  # fmt: skip
-                if ahead:
-                    add_last(1, whole[0], acc_l_1, row_1, other_1, held_1, dlatent)
+                    products(
+                        1, n, t, count, Q_shared, G_shared, K_shared, P_shared, S_shared, target,
+                        ds_ready, k_free, p_free, acc_q_1, acc_k_1, row_1, other_1, held_1,
+                        dlatent,
+                    )  # fmt: skip
                 write(1, acc_q_1, Q_shared, row_1, held_1, done, dq, query, first_head)
 
     return sparse_mla_backward_split

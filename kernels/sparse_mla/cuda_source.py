@@ -30,24 +30,25 @@ static __device__ __forceinline__ void add_quads(float *held, int k, float value
   if (k == 7)
     add_block<ALL>(to, row, held[2], held[3], held[6], held[7]);
 }
-// The same by 32 columns. Lanes of an even row and of the odd one after it exchange halves, so
-// that eight lanes add 128 neighbouring bytes of one row. k is the register's number modulo 16.
+// Adds 32 columns of eight rows. Lanes of an even row and of the odd one after it exchange halves,
+// so that eight lanes add 128 neighbouring bytes of one row. A lane's numbers are 0, 1, 4, 5, 8, 9,
+// 12 and 13 of held.
 template <bool ALL>
-static __device__ __forceinline__ void add_line(float *even_to, int even, float *odd_to, int odd,
-                                                float a0, float a1, float a2, float a3, float a4,
-                                                float a5, float a6, float a7) {
+static __device__ __forceinline__ void add_line(const float *held, float *even_to, int even,
+                                                float *odd_to, int odd) {
   const bool upper = threadIdx.x & 4;
-  const float left[4] = {a0, a1, a2, a3}, right[4] = {a4, a5, a6, a7};
   float e[4], o[4];
 #pragma unroll
   for (int k = 0; k < 4; ++k) {
-    const float taken = __shfl_xor_sync(0xffffffffu, upper ? left[k] : right[k], 4);
-    e[k] = upper ? taken : left[k];
-    o[k] = upper ? right[k] : taken;
+    const float left = held[k / 2 * 4 + k % 2], right = held[k / 2 * 4 + k % 2 + 8];
+    const float taken = __shfl_xor_sync(0xffffffffu, upper ? left : right, 4);
+    e[k] = upper ? taken : left;
+    o[k] = upper ? right : taken;
   }
   add_block<ALL>(even_to + upper * 16, even, e[0], e[1], e[2], e[3]);
   add_block<ALL>(odd_to + upper * 16, odd, o[0], o[1], o[2], o[3]);
 }
+// As add_quads, to the even and the odd row of two neighbours; k counts modulo 16.
 template <bool ALL>
 static __device__ __forceinline__ void add_lines(float *held, int k, float value, float *out,
                                                  int even, int odd, int columns, int column) {
@@ -55,11 +56,9 @@ static __device__ __forceinline__ void add_lines(float *held, int k, float value
   float *even_to = out + (long long)even * columns + column;
   float *odd_to = out + (long long)odd * columns + column;
   if (k == 13)
-    add_line<ALL>(even_to, even, odd_to, odd, held[0], held[1], held[4], held[5], held[8], held[9],
-                  held[12], held[13]);
+    add_line<ALL>(held, even_to, even, odd_to, odd);
   if (k == 15)
-    add_line<ALL>(even_to, even, odd_to, odd, held[2], held[3], held[6], held[7], held[10],
-                  held[11], held[14], held[15]);
+    add_line<ALL>(held + 2, even_to, even, odd_to, odd);
 }
 """
 

@@ -27,7 +27,7 @@ REGISTERS = ((240, 24), (232, 40), (224, 56), (216, 72))
 the first twice, in steps of 8."""
 
 THREADS = (256, 128)
-SCATTERS = {"split": ("quads", "pairs"), "simple": ("pairs",)}
+SCATTERS = {"split": ("lines", "quads", "pairs"), "simple": ("pairs",)}
 
 GAIN = 0.01
 """What a form has to be faster by than the listed one to take its place."""

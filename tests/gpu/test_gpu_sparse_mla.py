@@ -31,7 +31,7 @@ SETTINGS: dict[str, Any] = {"size": 4, "scale": 1 / 16}
 SHORT = (1, 2, 3, 4, 5, 1, 1, 4, 3, 2, 7, 63, 64, 65)
 RAGGED = (*SHORT, 301, 1023)
 NAMES = ("out", "lse", "dq", "dlatent", "mass")
-FORMS = [("split", "quads"), ("split", "pairs"), ("simple", "pairs")]
+FORMS = [("split", "lines"), ("split", "quads"), ("split", "pairs"), ("simple", "pairs")]
 forms = pytest.mark.parametrize(("variant", "scatter"), FORMS)
 BOTH = Walk(in_phase=True, range_tokens=600)
 WALKS = [Walk(in_phase=True), Walk(range_tokens=333), Walk(range_tokens=10**6), BOTH]
@@ -87,7 +87,9 @@ def test_sixteen_seeds_with_queries_that_lost_their_pools(variant: str, scatter:
 
 
 @pytest.mark.parametrize(
-    ("scatter", "walk"), [*(("quads", walk) for walk in WALKS), ("pairs", BOTH)], ids=str
+    ("scatter", "walk"),
+    [*(("lines", walk) for walk in WALKS), ("quads", BOTH), ("pairs", BOTH)],
+    ids=str,
 )
 def test_walks_equal_the_twin(scatter: str, walk: Walk, monkeypatch: pytest.MonkeyPatch) -> None:
     # Several groups of queries in the ranges.
@@ -101,14 +103,14 @@ def test_walks_equal_the_twin(scatter: str, walk: Walk, monkeypatch: pytest.Monk
 def test_walks_with_queries_that_lost_their_pools(walk: Walk) -> None:
     for seed in range(8):
         p = draw_inputs((*SHORT, 400), count=48, device="cuda", seed=seed, drop=0.2)
-        assert_as_good_as_bfloat16(kernels(p, "split", "quads", walk=walk), p)
+        assert_as_good_as_bfloat16(kernels(p, "split", "lines", walk=walk), p)
 
 
 @walks
 def test_walks_have_the_probabilities_of_the_plain_one_bit_for_bit(walk: Walk) -> None:
     p = draw_inputs(RAGGED, count=64, device="cuda")
-    plain = kernels(p, "split", "quads", walk=Walk())
-    assert torch.equal(kernels(p, "split", "quads", walk=walk)[4], plain[4])
+    plain = kernels(p, "split", "lines", walk=Walk())
+    assert torch.equal(kernels(p, "split", "lines", walk=walk)[4], plain[4])
 
 
 @pytest.mark.parametrize(
@@ -206,14 +208,14 @@ def far_queries(tokens: int, queries: int, count: int) -> Inputs:
 @pytest.mark.parametrize("tokens", [2**18 + 4099, 2**22 + 4099], ids=["2^18", "2^31 elements"])
 def test_more_keys(tokens: int, walk: Walk) -> None:
     p = far_queries(tokens, 70, 512)
-    assert_as_good_as_bfloat16(kernels(p, "split", "quads", walk=walk), p)
+    assert_as_good_as_bfloat16(kernels(p, "split", "lines", walk=walk), p)
 
 
 @pytest.mark.parametrize("walk", [Walk(in_phase=True), Walk(range_tokens=2**15)], ids=str)
 def test_walks_of_many_more_queries_than_run_at_a_time(walk: Walk) -> None:
     p = far_queries(2**17, 3000, 512)
-    plain = kernels(p, "split", "quads", walk=Walk())
-    found = kernels(p, "split", "quads", walk=walk)
+    plain = kernels(p, "split", "lines", walk=Walk())
+    found = kernels(p, "split", "lines", walk=walk)
     assert torch.equal(found[4], plain[4])
     for index in (2, 3):
         gap = (found[index].float() - plain[index].float()).abs().max().item()
@@ -222,11 +224,11 @@ def test_walks_of_many_more_queries_than_run_at_a_time(walk: Walk) -> None:
 
 def test_more_than_two_to_the_thirty_one_elements_of_queries() -> None:
     p = far_queries(70_000, 66_000, 4)
-    found = kernels(p, "split", "quads")
+    found = kernels(p, "split", "lines")
     last = slice(65_900, None)
     rows = [found[i][last] for i in (0, 1, 2, 4)]
     part = p.rows(last)
-    dlatent = kernels(part, "split", "quads")[3]
+    dlatent = kernels(part, "split", "lines")[3]
     assert_as_good_as_bfloat16([*rows[:3], dlatent, rows[3]], part)
 
 

@@ -157,20 +157,9 @@ def test_tuned_choice_fits_the_shape() -> None:
 
 KERNELS = [
     *[(f"forward_{name}", tail, {}) for name, tail in (("split", 0), ("simple", 64))],
-    *[
-        ("backward_split", 0, {"emit": e, "scatter": s})
-        for e, s in ((True, "quads"), (False, "store"))
-    ],
-    (
-        "backward_split",
-        0,
-        {"emit": True, "scatter": "quads", "running": 132, "partial": True},
-    ),
-    (
-        "backward_split",
-        0,
-        {"emit": True, "scatter": "lines", "beneath": True, "ahead": True, "streamed": True},
-    ),
+    ("backward_split", 0, {"emit": True, "scatter": "lines", "running": 132}),
+    ("backward_split", 0, {"emit": False, "scatter": "store"}),
+    ("backward_split", 0, {"emit": True, "scatter": "quads", "running": 132, "partial": True}),
     ("backward_simple", 64, {"emit": True, "scatter": "pairs"}),
 ]
 

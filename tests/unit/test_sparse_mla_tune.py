@@ -45,7 +45,7 @@ def evenly(plan: Plan, shape: Shape) -> float:
 def test_the_listed_form_is_tried_first_and_every_other_once() -> None:
     for direction, variant, count in (
         ("forward", "split", 4), ("forward", "simple", 2),
-        ("backward", "split", 8), ("backward", "simple", 2),
+        ("backward", "split", 12), ("backward", "simple", 2),
     ):  # fmt: skip
         old = {**listed()[direction][variant], "another": 7}
         made = list(plans(direction, variant, old))
@@ -90,7 +90,7 @@ def test_the_fastest_form_that_is_right_takes_the_place() -> None:
     found = tune.tune(clock, listed(), lines.append)
     assert found["forward"]["split"] == {"consumer_registers": 216, "producer_registers": 72}
     assert found["backward"]["split"] == {
-        "scatter": "quads", "consumer_registers": 240, "producer_registers": 24,
+        "scatter": "lines", "consumer_registers": 240, "producer_registers": 24,
     }  # fmt: skip
     text = "\n".join(lines)
     assert "consumer_registers=216, producer_registers=72): left out, does not compile" in text

@@ -1,10 +1,10 @@
 """Sparse latent attention, backward: the inputs of ``sparse_mla`` and the output's gradient.
 
 The gradient of the latent is added up in float32. ``split`` is what training runs at this length,
-``split_in_order``, ``split_in_phase`` and ``split_ranges`` (of 24,576 tokens) are the orders in
-which it can take the keys (``kernels.sparse_mla.walk``). ``split_pairs`` adds 8 bytes at a time
-instead of 16, ``split_with_pools`` also returns the pools' probabilities. Selection hands out
-ascending pools; nothing is sorted in the time.
+``split_in_order`` and ``split_in_phase`` are orders in which it can take the keys
+(``kernels.sparse_mla.walk``). ``split_quads`` adds 64 bytes of a row at a time instead of a line of
+128, ``split_with_pools`` also returns the pools' probabilities. Selection hands out ascending
+pools; nothing is sorted in the time.
 """
 
 from typing import Any
@@ -80,12 +80,11 @@ def _plain(inputs: Inputs, device: Device) -> Runnable:
 
 
 FORMS: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("split", {"variant": "split", "scatter": "quads"}),
+    ("split", {"variant": "split"}),
     ("split_in_order", {"variant": "split", "walk": Walk()}),
     ("split_in_phase", {"variant": "split", "walk": Walk(in_phase=True)}),
-    ("split_ranges", {"variant": "split", "walk": Walk(range_tokens=24576)}),
-    ("split_with_pools", {"variant": "split", "scatter": "quads", "probabilities": True}),
-    ("split_pairs", {"variant": "split", "scatter": "pairs"}),
+    ("split_with_pools", {"variant": "split", "probabilities": True}),
+    ("split_quads", {"variant": "split", "scatter": "quads"}),
     ("simple", {"variant": "simple"}),
     ("deterministic", {"variant": "split", "deterministic": True}),
 )
