@@ -119,6 +119,15 @@ def test_the_operator_is_a_legal_one():
     torch.library.opcheck(torch.ops.indexer.select.default, args)
 
 
+def test_operands_begin_where_bulk_copies_can():
+    rows = torch.arange(65.0).bfloat16()
+    kept, odd, turned = rows[8:64].view(7, 8), rows[1:].view(8, 8), rows[1:].view(8, 8).t()
+    assert op._aligned(kept) is kept
+    for x in (odd, turned, rows[:64].view(8, 8).t()):
+        found = op._aligned(x)
+        assert found.data_ptr() % 16 == 0 and found.is_contiguous() and torch.equal(found, x)
+
+
 @pytest.mark.parametrize(
     "change, words",
     [
