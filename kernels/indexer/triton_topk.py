@@ -69,8 +69,8 @@ def _select_kernel(  # type: ignore[no-untyped-def]
         # One element a thread at a time: wider reads would make the store change layouts.
         nth = slot // GROUP
         group = tl.load(groups + row * count + nth, mask=nth < count, other=-1)
-        column = group * GROUP + (slot & (GROUP - 1))
-        real = (group >= 0) & (column >= lowest) & (column < highest)
+        column = group * GROUP + (slot & (GROUP - 1))  # of group -1 below zero
+        real = (column >= lowest) & (column < highest)
         score = tl.load(values + row * width + (column - p0), mask=real, other=0.0)
         origin = lowest
     elif STAGE == 1:

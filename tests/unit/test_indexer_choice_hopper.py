@@ -16,7 +16,7 @@ NO_MEANING = 1e30
 def awkward(width: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Scores with ties, both zeros, infinities, nan, tiny and huge; ranges of all kinds."""
     random = torch.Generator().manual_seed(width)
-    scores = torch.randn(19, width, generator=random)
+    scores = torch.randn(20, width, generator=random)
     scores[1] = torch.randint(-1, 2, (width,), generator=random).float()
     scores[2], scores[3, ::2], scores[3, 1::2] = 0.0, -0.0, 0.0
     scores[4, 5::7], scores[4, 60] = INF, NAN
@@ -25,9 +25,9 @@ def awkward(width: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     scores[8], scores[9] = -1 - scores[8].abs(), torch.exp(scores[9] * 20)
     scores[10, ::3], scores[10, 1::3], scores[12, :7] = NAN, -NAN, INF
     scores[11] *= 1e-42
-    first = torch.tensor([0] * 13 + [3, 50, 17, 0, 16, 50]).int()
-    end = torch.tensor([width] * 14 + [width - 1, 21, 0, width, 49]).int()
-    return scores, first, end
+    first = torch.tensor([0] * 13 + [3, 50, 17, 0, 16, 50, 100]).int()
+    end = torch.tensor([width] * 14 + [width - 1, 21, 0, width, 49, 2600]).int()
+    return scores, first, end.clamp(max=width)
 
 
 def spoiled(scores: torch.Tensor, first: torch.Tensor, end: torch.Tensor):
@@ -75,6 +75,26 @@ def test_a_long_row_is_chosen_from_as_by_sorting_or_left_with_its_groups(width, 
         assert set((columns // GROUP).tolist()) <= set(listed.tolist())
 
 
+@pytest.mark.parametrize("alike", [1024, 1025, 1920, 1921])
+def test_as_many_members_are_held_as_there_is_room_for(alike):
+    width, count = 8192, 200
+    scores = torch.full((1, width), -1.0)
+    places = torch.arange(alike) // count + (torch.arange(alike) % count) * 2 * GROUP
+    scores[0, places] = 1.0
+    scores[0, places.max()] = 2.0  # the last that is held
+    first, end = torch.zeros(1).int(), torch.full((1,), width).int()
+    values, best = spoiled(scores, first, end)
+    out, groups = (torch.full((1, count), x, dtype=torch.int32) for x in (99, 77))
+    gluon_rows_on_cpu.run(
+        gluon_topk._filtered_kernel, gluon_topk, 1, values=values, bests=best, groups=groups,
+        first=first, end=end, out=out, q0=0, p0=0, width=width, count=count,
+        SLOTS=1024, GROUP=GROUP, ROOM=512, WARPS=4,
+    )  # fmt: skip
+    assert (groups[0, 0] == triton_topk.DONE) == (alike <= 1920)
+    if alike <= 1920:
+        assert torch.equal(out, choose_by_sorting(scores, first, end, count))
+
+
 def choose_members(
     space: Workspace, first: torch.Tensor, end: torch.Tensor, window: Window, out: torch.Tensor
 ) -> None:
@@ -97,6 +117,7 @@ def choose_members(
         (67, 510, 40),  # as with columns
         (128, 1100, 1),
         (191, 8193, 512),
+        (64, 131072, 300),  # of as many warps as there may be
         (64, 3, 2),
         (66, 1, 3),
     ],
