@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kernels.dsa import select as plain
-from kernels.indexer import op
+from kernels.indexer import op, walk
 from kernels.indexer.windows import CAP_BYTES, TILE, Window, plan, window_bytes, workspaces
 from tests.unit.indexer_support import RAGGED, SCALE, choose_by_sorting, make_problem
 
@@ -117,6 +117,16 @@ def test_the_operator_is_a_legal_one():
     flat = [n for window in plan(problem.lengths, 4, count=3) for n in window]
     args = (problem.queries, problem.weights, problem.keys, first, end, flat, 3, SCALE, M, "torch")
     torch.library.opcheck(torch.ops.indexer.select.default, args)
+
+
+@pytest.mark.parametrize(
+    "capability, language", [((9, 0), "gluon"), ((10, 0), "triton"), ((8, 0), "triton")]
+)
+def test_kernels_for_hopper_run_on_hopper_alone(monkeypatch, capability, language):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    device = torch.device("cuda")
+    assert walk.writer(device).__module__ == f"kernels.indexer.{language}_scores"
+    assert walk.chooser(device).__module__ == f"kernels.indexer.{language}_topk"
 
 
 def test_operands_begin_where_bulk_copies_can():
