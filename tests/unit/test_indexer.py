@@ -1,8 +1,6 @@
 """The indexer's choice on a CPU: against its definition, under a cap, and its kernels' code."""
 
-import importlib
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -169,60 +167,6 @@ def test_what_does_not_fit_is_named(change, words):
 def test_a_cap_below_one_query_says_what_would_do():
     with pytest.raises(ValueError, match=r"cap_bytes: 1000 .*legal: at least 2208 here"):
         plan((2000,), 4, count=8, cap_bytes=1000, begin=1999)
-
-
-@pytest.mark.parametrize(
-    "name, addresses",
-    [
-        ("triton_topk._select_kernel", {"at", "begin"}),
-        ("gluon_topk._whole_kernel", {"line", "begin"}),
-        ("gluon_topk._filtered_kernel", {"to_best", "line", "begin", "noted"}),
-        ("triton_scores._scores_kernel", {"q", "to_score", "to_best"}),
-        ("gluon_scores._scores_kernel", {"to_score", "to_best"}),  # the rest goes by coordinates
-    ],
-)
-def test_offsets_of_rows_are_64_bit(name, addresses):
-    text = first_form(name)
-    products = re.findall(r"%([a-z_]+?)(?:_\d+)? = arith\.muli .*?(?:x|: )(i\d+)[>,\s]", text)
-    kinds = {name: kind for name, kind in products if name in addresses}
-    assert kinds == dict.fromkeys(addresses, "i64"), products
-
-
-def first_form(name: str) -> str:
-    """A kernel as Triton first writes it down; needs neither a GPU nor a compiler for one."""
-    from triton._C.libtriton import ir
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource, make_backend
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon._runtime import GluonASTSource
-
-    module, kernel = name.split(".")
-    fn = getattr(importlib.import_module(f"kernels.indexer.{module}"), kernel)
-    constants = {
-        "STAGE": 1, "SLOTS": 512, "GROUP": 16, "ROOM": 8, "HEADS": 32, "DIM": 64, "QUERIES": 8,
-        "POOLS": 64, "STAGES": 2, "WARPS": 4,
-    }  # fmt: skip
-    kinds = {"queries": "*bf16", "weights": "*fp32", "values": "*fp32", "scores": "*fp32",
-             "best": "*fp32", "bests": "*fp32", "scale": "fp32", "groups": "*i32",
-             "keys": "tensordesc<bf16[64,64]>",
-             "first": "*i32", "end": "*i32", "out": "*i32"}  # fmt: skip
-    of_gluon = module.startswith("gluon")
-    if of_gluon:
-        for operand, rows in (("queries", 256), ("keys", 64)):
-            layout = gl.NVMMASharedLayout.get_default_for([rows, 64], gl.bfloat16)
-            kinds[operand] = f"tensordesc<bf16[{rows},64],{layout!r}>"
-    names = fn.arg_names
-    signature = {n: "constexpr" if n in constants else kinds.get(n, "i32") for n in names}
-    found = {(i,): constants[n] for i, n in enumerate(names) if n in constants}
-    source = (GluonASTSource if of_gluon else ASTSource)(fn, signature, found)
-    target = GPUTarget("cuda", 90, 32)
-    backend = make_backend(target)
-    options = backend.parse_options({})
-    context = ir.context()
-    ir.load_dialects(context)
-    backend.load_dialects(context)
-    code = backend.get_codegen_implementation(options)
-    return str(source.make_ir(target, options, code, backend.get_module_map(), context))
 
 
 def test_kernels_do_as_defined_in_tritons_interpreter():
