@@ -170,8 +170,8 @@ def _filtered_kernel(  # type: ignore[no-untyped-def]
     slot = gl.arange(0, SLOTS, ranked)
     group = lowest // GROUP // 4 * 4 + slot
     real = (group >= lowest // GROUP) & (group * GROUP < highest)
-    groups_wide = width // _TILE * (_TILE // GROUP)
-    nth_group = group - p0 // _TILE * (_TILE // GROUP)
+    groups_wide = width // GROUP
+    nth_group = group - p0 // GROUP
     to_best = bests + row * groups_wide
     key = gl.load(to_best + nth_group, mask=nth_group < groups_wide, other=0.0)
     key = gl.where(real, _key(key), 0)
