@@ -9,8 +9,17 @@ import pytest
 import torch
 
 from kernels.dsa import select as plain
-from kernels.indexer import op, walk
-from kernels.indexer.windows import CAP_BYTES, TILE, Window, plan, window_bytes, workspaces
+from kernels.indexer import op, triton_topk, walk
+from kernels.indexer.windows import (
+    CAP_BYTES,
+    GROUP,
+    TILE,
+    Window,
+    most_groups,
+    plan,
+    window_bytes,
+    workspaces,
+)
 from tests.unit.indexer_support import RAGGED, SCALE, choose_by_sorting, make_problem
 
 ROOT = Path(__file__).parents[2]
@@ -176,3 +185,15 @@ def test_kernels_do_as_defined_in_tritons_interpreter():
         cwd=ROOT, env=environment, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.stdout.endswith("as defined\n"), done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("pools", [1, 2, 15, 16, 17, 18, 33, 2040])
+def test_no_range_touches_more_groups_than_are_made_room_for(pools):
+    touched = [(begin + pools - 1) // GROUP - begin // GROUP + 1 for begin in range(GROUP)]
+    assert most_groups(pools) == max(touched)
+
+
+def test_groups_are_ranked_where_those_chosen_hold_fewer_columns():
+    lengths = (64, 65, 8192, 8193)
+    assert [triton_topk.ranks_groups(n, 3) for n in lengths] == [False, True, True, True]
+    assert [triton_topk.ranks_groups(n, 512) for n in lengths] == [False, False, False, True]

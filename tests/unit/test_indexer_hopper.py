@@ -71,3 +71,16 @@ def test_ranges_need_not_ascend_nor_hold_anything():
     first = torch.tensor([600, 600, 600, 600, 70, 600, 620, 690, 512, 3] * 2).int()
     end = torch.tensor([700, 690, 610, 601, 71, 600, 600, 700, 513, 64] * 2).int()
     check(problem, first, end, (Window(0, 20, 0, 704, 100),))
+
+
+def test_no_time_goes_into_tiles_that_no_query_may_choose_from():
+    problem = make_problem((1400,), size=2, heads=32, dtype=torch.bfloat16, begin=0, stop=8)
+    window = Window(0, 8, 0, 704, 40)
+    ((_, space),) = workspaces((window,), 4, torch.device("cpu"))
+    space.scores.fill_(NAN)
+    first, end = torch.full((8,), 200).int(), torch.full((8,), 240).int()
+    gluon_scores.write_scores(
+        problem.queries, problem.weights, problem.keys, first, end, space, window, SCALE
+    )
+    scored = ~space.scores.isnan().all(0)
+    assert scored.nonzero().flatten().tolist() == list(range(192, 256))
