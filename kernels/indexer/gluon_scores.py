@@ -226,7 +226,8 @@ def _descriptor(rows: torch.Tensor, block: int) -> TensorDescriptor:
     shape = [block, rows.shape[1]]
     dtype = gl.bfloat16 if rows.dtype == torch.bfloat16 else gl.float16
     layout = gl.NVMMASharedLayout.get_default_for(shape, dtype)
-    return TensorDescriptor(rows, list(rows.shape), list(rows.stride()), shape, layout)
+    # Of a single row the stride may be anything.
+    return TensorDescriptor(rows, list(rows.shape), [rows.shape[1], 1], shape, layout)
 
 
 def write_scores(

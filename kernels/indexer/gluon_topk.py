@@ -14,14 +14,17 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from kernels.indexer import triton_topk
-from kernels.indexer.windows import GROUP, Window, Workspace
+from kernels.indexer.windows import GROUP, TILE, Window, Workspace, most_groups
 
 MOST_CHOSEN = 512
+"""Most pools that are chosen here; more are left to ``triton_topk``."""
 _MOST_GROUPS = 16384  # more do not fit into the registers of a program
+_TILE = gl.constexpr(TILE)
 _GATHERED = gl.constexpr(2048)
 """Members that shared memory holds."""
 _DONE = gl.constexpr(triton_topk.DONE)
 _PER_WARP = 512
+"""Scores of a warp, 16 a thread; more where a program would need more than 16 warps for groups."""
 _REGISTERS = 64
 """Of a thread that holds 16 scores: so many that eight programs share a multiprocessor."""
 
@@ -71,8 +74,11 @@ def _bound(key, count, low, reached, high):  # type: ignore[no-untyped-def]
 
 
 @gluon.jit
-def _choose(key, count, low, reached, high):  # type: ignore[no-untyped-def]
-    """Which keys are the ``count`` highest (ties to the first), and the bound they reach."""
+def _choose(key, count, reached):  # type: ignore[no-untyped-def]
+    """Which of the ``reached`` keys above 0 are the ``count`` highest (ties to the first), and the
+    bound they reach."""
+    low = gl.min(gl.where(key > 0, key, 0xFFFFFFFF), 0)
+    high = gl.max(key, 0) + 1
     low, reached, high, above = _bound(key, count, low, reached, high)
     chosen = key >= low
     if reached > count:
@@ -104,20 +110,17 @@ def _whole_kernel(  # type: ignore[no-untyped-def]
     row = gl.program_id(0).to(gl.int64)
     lowest = gl.load(first + q0 + row)
     highest = gl.load(end + q0 + row)
-    # They are multiples of 64, and said so rows are read 16 bytes at a time, from a multiple of 4.
-    width = width // 64 * 64
-    p0 = p0 // 64 * 64
+    # They are whole tiles. Where that is said, rows are read 16 bytes at a time, four columns.
+    width = width // _TILE * _TILE
+    p0 = p0 // _TILE * _TILE
     column = (lowest // 4) * 4 + gl.arange(0, SLOTS, layout)
     line = values + row * width
     score = gl.load(line + (column - p0), mask=column < p0 + width, other=0.0)
     real = (column >= lowest) & (column < highest)
     key = gl.where(real, _key(score), 0)
-    reached = gl.maximum(highest - lowest, 0)
-    least = gl.min(gl.where(real, key, 0xFFFFFFFF), 0)
-    most = gl.max(key, 0)
-    chosen, least = _choose(key, count, least, reached, most + 1)
+    chosen, _ = _choose(key, count, gl.maximum(highest - lowest, 0))
     begin = out + row * count
-    _write(chosen & real, column - lowest, begin, count, ROOM, few)
+    _write(chosen, column - lowest, begin, count, ROOM, few)
 
 
 @gluon.jit
@@ -128,10 +131,8 @@ def _among(  # type: ignore[no-untyped-def]
     """Choose from the ``found`` first of the gathered members."""
     real = gl.arange(0, CAP, kept) < found
     key = gl.where(real, _key(scores.slice(0, CAP).load(kept)), 0)
-    least = gl.min(gl.where(real, key, 0xFFFFFFFF), 0)
-    column = columns.slice(0, CAP).load(kept)
-    chosen, _ = _choose(key, count, least, found, gl.max(key, 0) + 1)
-    _write(chosen & real, column, out, count, ROOM, few)
+    chosen, _ = _choose(key, count, found)
+    _write(chosen, columns.slice(0, CAP).load(kept), out, count, ROOM, few)
 
 
 @gluon.jit
@@ -163,22 +164,18 @@ def _filtered_kernel(  # type: ignore[no-untyped-def]
     lowest = gl.load(first + q0 + row)
     highest = gl.load(end + q0 + row)
     # As above.
-    width = width // 64 * 64
-    p0 = p0 // 64 * 64
+    width = width // _TILE * _TILE
+    p0 = p0 // _TILE * _TILE
 
     slot = gl.arange(0, SLOTS, ranked)
     group = lowest // GROUP // 4 * 4 + slot
     real = (group >= lowest // GROUP) & (group * GROUP < highest)
-    most_groups = width // 64 * 4
-    nth_group = group - p0 // 64 * 4
-    to_best = bests + row * most_groups
-    key = gl.load(to_best + nth_group, mask=nth_group < most_groups, other=0.0)
+    groups_wide = width // GROUP
+    nth_group = group - p0 // GROUP
+    to_best = bests + row * groups_wide
+    key = gl.load(to_best + nth_group, mask=nth_group < groups_wide, other=0.0)
     key = gl.where(real, _key(key), 0)
-    reached = gl.sum(real.to(gl.int32), 0)
-    least = gl.min(gl.where(real, key, 0xFFFFFFFF), 0)
-    most = gl.max(key, 0)
-    chosen, least = _choose(key, count, least, reached, most + 1)
-    chosen = chosen & real
+    chosen, least = _choose(key, count, gl.sum(real.to(gl.int32), 0))
     place = gl.associative_scan(chosen.to(gl.int32), 0, _add) - 1
     total = gl.sum(chosen.to(gl.int32), 0)
     # What is not chosen goes to a place of its own for each thread, never read.
@@ -240,12 +237,11 @@ def choose(
 ) -> None:
     """See ``triton_topk.choose``, which takes what does not fit here."""
     count, rows = out.shape[1], window.q1 - window.q0
-    whole = triton.next_power_of_2(window.widest)
     # Reading begins up to three groups, or columns, early.
-    slots = triton.next_power_of_2((window.widest + 2 * GROUP - 2) // GROUP + 3)
+    slots = triton.next_power_of_2(most_groups(window.widest) + 3)
     if count > MOST_CHOSEN or slots > _MOST_GROUPS:
         triton_topk.choose(space, first, end, window, out)
-    elif whole > triton.next_power_of_2(count) * GROUP:
+    elif triton_topk.ranks_groups(window.widest, count):
         slots = max(_PER_WARP, slots)
         warps = max(4, min(16, slots // _PER_WARP))
         _filtered_kernel[(rows,)](

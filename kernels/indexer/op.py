@@ -119,9 +119,15 @@ def _select(
     from kernels.indexer import walk
 
     return walk.select(
-        walk.writer(queries.device), queries.contiguous(), weights.contiguous(), keys.contiguous(),
+        walk.writer(queries.device), _aligned(queries), weights.contiguous(), _aligned(keys),
         first.contiguous(), end.contiguous(), parts, count, scale,
     )  # fmt: skip
+
+
+def _aligned(rows: torch.Tensor) -> torch.Tensor:
+    """Contiguous, from an address that bulk copies can begin at: a multiple of 16 bytes."""
+    rows = rows.contiguous()
+    return rows if rows.data_ptr() % 16 == 0 else rows.clone()
 
 
 @_select.register_fake

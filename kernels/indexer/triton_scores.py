@@ -78,7 +78,7 @@ def write_scores(
     Args:
         queries: (Q, heads, d), contiguous; see ``op.refusal`` for dtypes, heads and d.
         weights: float32 (Q, heads), contiguous.
-        keys: (P, d), contiguous, P >= 1, of the same dtype.
+        keys: (P, d), contiguous, P >= 1, of the same dtype; like queries, 16-byte aligned.
         first, end: int32 (Q,), which pools each query may choose.
         space, window: see ``windows``. Other places of ``space`` get any value.
         scale: factor on the products, above 0.
@@ -88,8 +88,10 @@ def write_scores(
         triton.cdiv(window.q1 - window.q0, COLUMNS // heads),
         triton.cdiv(window.width, _SEGMENT),
     )
+    # Of a single key the stride may be anything.
+    tiles = TensorDescriptor(keys, list(keys.shape), [dim, 1], [TILE, dim])
     _scores_kernel[grid](
-        queries, weights, TensorDescriptor.from_tensor(keys, [TILE, dim]), first, end,
+        queries, weights, tiles, first, end,
         space.scores, space.best, scale, window.q0, window.q1, window.p0, window.width,
         segment=_SEGMENT, HEADS=heads, DIM=dim, QUERIES=COLUMNS // heads, POOLS=TILE, GROUP=GROUP,
         STAGES=2, num_warps=4,

@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.indexer.windows import GROUP, Window, Workspace
+from kernels.indexer.windows import GROUP, Window, Workspace, most_groups
 
 _WHOLE, _GROUPS, _MEMBERS = 0, 1, 2
 _PER_WARP = 1024
@@ -69,8 +69,8 @@ def _select_kernel(  # type: ignore[no-untyped-def]
         # One element a thread at a time: wider reads would make the store change layouts.
         nth = slot // GROUP
         group = tl.load(groups + row * count + nth, mask=nth < count, other=-1)
-        column = group * GROUP + (slot & (GROUP - 1))
-        real = (group >= 0) & (column >= lowest) & (column < highest)
+        column = group * GROUP + (slot & (GROUP - 1))  # of group -1 below zero
+        real = (column >= lowest) & (column < highest)
         score = tl.load(values + row * width + (column - p0), mask=real, other=0.0)
         origin = lowest
     elif STAGE == 1:
@@ -115,11 +115,15 @@ def _launch(
     )  # fmt: skip
 
 
+def ranks_groups(widest: int, count: int) -> bool:
+    """Whether rows so long are less work in two steps: the groups chosen hold fewer columns."""
+    return triton.next_power_of_2(widest) > triton.next_power_of_2(count) * GROUP
+
+
 def choose_members(
     space: Workspace, first: torch.Tensor, end: torch.Tensor, window: Window, out: torch.Tensor
 ) -> None:
-    """``choose`` where ``space.groups`` says for each row which groups to look into, ascending,
-    then -1; or ``DONE`` first."""
+    """``choose`` among the groups in ``space.groups``; rows that are ``DONE`` stay as they are."""
     members = triton.next_power_of_2(out.shape[1]) * GROUP
     _launch(_MEMBERS, members, space.scores, out, space, first, end, window)
 
@@ -144,13 +148,11 @@ def choose(
         out: int32 (rows, count), contiguous.
         in_steps: whether groups are ranked first, by default where that is less work.
     """
-    count = out.shape[1]
-    members = triton.next_power_of_2(count) * GROUP
-    whole = triton.next_power_of_2(window.widest)
-    if whole > members if in_steps is None else in_steps:
-        # A range of n pools touches at most this many groups, whatever it begins at.
-        groups = triton.next_power_of_2((window.widest + 2 * GROUP - 2) // GROUP)
+    widest = window.widest
+    if ranks_groups(widest, out.shape[1]) if in_steps is None else in_steps:
+        groups = triton.next_power_of_2(most_groups(widest))
         _launch(_GROUPS, groups, space.best, space.groups, space, first, end, window)
         choose_members(space, first, end, window, out)
     else:
+        whole = triton.next_power_of_2(widest)
         _launch(_WHOLE, whole, space.scores, out, space, first, end, window)

@@ -69,7 +69,7 @@ def select(
     count: int,
     scale: float,
 ) -> torch.Tensor:
-    """See ``op.select``; the operands are contiguous."""
+    """See ``op.select``; the operands are contiguous, queries and keys 16-byte aligned."""
     choose = chooser(queries.device)
     chosen = first.new_empty((len(queries), count))
     with torch.cuda.device_of(queries):

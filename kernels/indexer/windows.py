@@ -41,12 +41,18 @@ class Workspace(NamedTuple):
     Attributes:
         scores: float32 (rows, width).
         best: float32 (rows, width / GROUP), the best score of each group.
-        groups: int32 (rows, count), the groups that are looked into.
+        groups: int32 (rows, count), the groups that are looked into, ascending, then -1; or
+            ``triton_topk.DONE`` first.
     """
 
     scores: torch.Tensor
     best: torch.Tensor
     groups: torch.Tensor
+
+
+def most_groups(pools: int) -> int:
+    """Most groups that ``pools`` consecutive ones touch, whatever they begin at."""
+    return (pools + 2 * GROUP - 2) // GROUP
 
 
 def window_bytes(rows: int, width: int, count: int) -> int:

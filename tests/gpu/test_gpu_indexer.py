@@ -264,3 +264,47 @@ def test_the_operator_runs_the_kernels_and_stays_within_its_memory():
     assert peak < 64 * 2**20 + ids.nbytes + 2**20
     plain = op.select_pools(*arguments, problem.lengths, **settings, backend="torch")
     assert (ids == plain).float().mean() > 0.95  # nearly equal scores may change places
+
+
+def choose_in_many_windows(problem: Problem) -> torch.Tensor:
+    return op.select_pools(
+        problem.queries, problem.weights, problem.keys, problem.pools, problem.position,
+        problem.lengths, size=problem.size, count=64, scale=SCALE, cap_bytes=8 * 2**20,
+    )  # fmt: skip
+
+
+def test_a_captured_graph_chooses_by_the_numbers_that_it_finds():
+    problem, other = rough((20000, 3)), rough((20000, 3), seed=1)
+    wants = [choose_in_many_windows(problem), choose_in_many_windows(other)]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        ids = choose_in_many_windows(problem)
+    graph.replay()
+    assert torch.equal(ids, wants[0])
+    for name in ("queries", "weights", "keys"):
+        getattr(problem, name).copy_(getattr(other, name))
+    graph.replay()
+    assert torch.equal(ids, wants[1])
+
+
+def test_streams_do_not_disturb_each_other():
+    problems = [rough((20000, 3), seed=seed) for seed in range(3)]
+    wants = [choose_in_many_windows(problem) for problem in problems]
+    torch.cuda.synchronize()
+    found = []
+    for problem in problems:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            found.append(choose_in_many_windows(problem))
+    torch.cuda.synchronize()
+    assert all(map(torch.equal, found, wants))
+
+
+def test_operands_at_odd_addresses_are_chosen_from_as_well():
+    problem = rough((9000,))
+    want = choose_in_many_windows(problem)
+    for name in ("queries", "weights", "keys"):
+        value = getattr(problem, name)
+        moved = value.new_empty(value.numel() + 1)[1:].view(value.shape).copy_(value)
+        assert moved.is_contiguous() and moved.data_ptr() % 16
+        setattr(problem, name, moved)
+    assert torch.equal(choose_in_many_windows(problem), want)

@@ -3,7 +3,8 @@
 Gluon has no interpreter. Here its functions are called as the Python they are, with torch behind
 ``gl``: layouts mean nothing, and a program is one thread. A bulk copy is done when it is issued, so
 that one which comes too early overwrites what is still to be read; a barrier knows its phase, so
-that a wait which would never end is an error. Only what the indexer's kernel uses is here.
+that a wait which would never end is an error, and so are two stores to one place. Only what the
+indexer's kernel uses is here.
 """
 
 import itertools
@@ -77,9 +78,19 @@ def _load(at: Pointer, mask: Any, other: float) -> Any:
     return _value(out)
 
 
-def _store(at: Pointer, value: Any, mask: Any) -> None:
-    index, value, mask = torch.broadcast_tensors(at.offset, value, mask)
-    at.memory[index[mask].long()] = value[mask].as_subclass(torch.Tensor)
+class Stores:
+    """Stores of all programs of a launch, each to a place of its own."""
+
+    def __init__(self) -> None:
+        self.places: dict[int, torch.Tensor] = {}
+
+    def store(self, at: Pointer, value: Any, mask: Any) -> None:
+        index, value, mask = torch.broadcast_tensors(at.offset, value, mask)
+        index, memory = index[mask].long().as_subclass(torch.Tensor), at.memory
+        taken = self.places.setdefault(memory.data_ptr(), torch.zeros(len(memory)))
+        taken.index_add_(0, index, torch.ones(len(index)))
+        assert not len(index) or taken[index].max() == 1, "two stores to one place"
+        memory[index] = value[mask].as_subclass(torch.Tensor)
 
 
 def _maximum(a: Any, b: Any, propagate_nan: Any = None) -> Any:
@@ -131,7 +142,7 @@ class _Barriers:
         return self.all[i]
 
 
-def _language(program: tuple[int, int]) -> SimpleNamespace:
+def _language(program: tuple[int, int], stores: Stores) -> SimpleNamespace:
     def nothing(*args: Any, **kwargs: Any) -> None:
         return None
 
@@ -142,7 +153,7 @@ def _language(program: tuple[int, int]) -> SimpleNamespace:
         arange=lambda a, b, layout: _value(torch.arange(a, b)),
         zeros=lambda shape, dtype, layout: _value(torch.zeros(shape, dtype=dtype)),
         allocate_shared_memory=lambda dtype, shape, layout: Shared(torch.empty(shape, dtype=dtype)),
-        load=_load, store=_store,
+        load=_load, store=stores.store,
         where=lambda c, a, b: _value(torch.where(torch.as_tensor(c), a, b)),
         maximum=_maximum, minimum=min, reduce=_reduce, fma=lambda a, b, c: a * b + c,
         min=lambda x, axis: int(x.amin(axis)), max=lambda x, axis: int(x.amax(axis)),
@@ -158,6 +169,7 @@ def run(kernel: GluonJITFunction, module: ModuleType, grid: tuple[int, int], *ar
 
     Tensors among the arguments become pointers; ``Descriptor`` says which are none.
     """
+    stores = Stores()
     args = tuple(Pointer(x.view(-1)) if isinstance(x, torch.Tensor) else x for x in args)
     for program in itertools.product(*map(range, grid)):
         here, barriers = dict(vars(module)), []
@@ -167,7 +179,7 @@ def run(kernel: GluonJITFunction, module: ModuleType, grid: tuple[int, int], *ar
             return barriers[-1]
 
         here.update(
-            gl=_language(program),
+            gl=_language(program, stores),
             mbarrier=SimpleNamespace(
                 allocate_mbarrier=allocate, init=_init, expect=_expect, wait=_wait
             ),
@@ -181,6 +193,20 @@ def run(kernel: GluonJITFunction, module: ModuleType, grid: tuple[int, int], *ar
                 here[name] = FunctionType(value.fn.__code__, here)
             elif name.endswith("_layout"):
                 here[name] = lambda *args: None
-        here[kernel.fn.__name__](*args, **kwargs)
+        FunctionType(kernel.fn.__code__, here)(*args, **kwargs)
         for barrier in (b for group in barriers for b in group.all):
             assert barrier.waited == barrier.phases, "a copy may still be under way at the end"
+
+
+class Launched:
+    """Stands in for ``kernel`` of ``module``: called with a grid and options, as on a GPU."""
+
+    def __init__(self, kernel: GluonJITFunction, module: ModuleType) -> None:
+        self.kernel, self.module = kernel, module
+
+    def __getitem__(self, grid: tuple[int, int]) -> Callable[..., None]:
+        def launch(*args: Any, num_warps: int, **kwargs: Any) -> None:
+            assert num_warps == 4, "layouts are those of one warpgroup"
+            run(self.kernel, self.module, grid, *args, **kwargs)
+
+        return launch

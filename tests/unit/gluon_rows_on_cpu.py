@@ -119,6 +119,17 @@ def _reduce(function: Any) -> Any:
     return lambda x, axis: Value(function(x.data, axis=axis).astype(x.data.dtype))
 
 
+def _multiple_of(x: Value, values: list[int]) -> Value:
+    assert (x.data[:, :: values[1]] % values[1] == 0).all(), "a promise that is not kept"
+    return x
+
+
+def _max_contiguous(x: Value, values: list[int]) -> Value:
+    steps = np.diff(x.data.reshape(-1, values[1]))
+    assert (steps == 1).all(), "a promise that is not kept"
+    return x
+
+
 def _language(program: int) -> SimpleNamespace:
     def nothing(*args: Any, **kwargs: Any) -> None:
         return None
@@ -139,8 +150,8 @@ def _language(program: int) -> SimpleNamespace:
         associative_scan=lambda x, axis, function: Value(np.cumsum(x.data, axis, x.data.dtype)),
         expand_dims=lambda x, axis: Value(np.expand_dims(x.data, axis)),
         reshape=lambda x, shape: Value(x.data.reshape(shape)),
-        convert_layout=lambda x, layout: x, multiple_of=lambda x, values: x,
-        max_contiguous=lambda x, values: x,
+        convert_layout=lambda x, layout: x, multiple_of=_multiple_of,
+        max_contiguous=_max_contiguous,
     )  # fmt: skip
 
 
@@ -160,4 +171,20 @@ def run(kernel: GluonJITFunction, module: ModuleType, programs: int, **arguments
             elif name.isupper() and hasattr(value, "value"):
                 here[name] = value.value
         with np.errstate(all="ignore"):
-            here[kernel.fn.__name__](**arguments)
+            FunctionType(kernel.fn.__code__, here)(**arguments)
+
+
+class Launched:
+    """Stands in for ``kernel`` of ``module``: called with a grid and options, as on a GPU."""
+
+    def __init__(self, kernel: GluonJITFunction, module: ModuleType) -> None:
+        self.kernel, self.module = kernel, module
+
+    def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
+        def launch(*args: Any, num_warps: int, maxnreg: int, **constants: Any) -> None:
+            assert num_warps == constants["WARPS"], "layouts are of as many warps as are started"
+            assert num_warps <= 32 and 32 * num_warps * maxnreg <= 2**16, "more than there is"
+            named = dict(zip(self.kernel.arg_names, args, strict=False))
+            run(self.kernel, self.module, grid[0], **named, **constants)
+
+        return launch

@@ -66,6 +66,17 @@ def check_unaligned_range() -> None:
     assert out.tolist() == [[2035, 2036]], out
 
 
+def check_rows_left() -> None:
+    """A row that is done stays as it is; another is chosen from in the groups that it lists."""
+    scores = torch.arange(256.0).flip(0).repeat(2, 1)
+    first, end = torch.tensor([0, 20]).int(), torch.tensor([256, 200]).int()
+    space = space_of(scores, first, end, 3)
+    space.groups.copy_(torch.tensor([[triton_topk.DONE, 3, 4], [1, 5, -1]]))
+    out = torch.full((2, 3), 99, dtype=torch.int32)
+    triton_topk.choose_members(space, first, end, Window(0, 2, 0, 256, 256), out)
+    assert out.tolist() == [[99, 99, 99], [0, 1, 2]], out
+
+
 def check_walk(lengths: tuple[int, ...], count: int, cap_bytes: int, begin: int, stop: int) -> None:
     """Scores, the best of every group, and the choice, for queries from the middle of a batch."""
     problem = make_problem(lengths, size=2, heads=32, dtype=torch.float16, begin=begin, stop=stop)
@@ -106,6 +117,7 @@ if __name__ == "__main__":
         sys.exit("set TRITON_INTERPRET=1")
     check_choice()
     check_unaligned_range()
+    check_rows_left()
     check_walk((9, 3, 1, 230, 5), 3, 9000, 221, 246)
     check_nothing_open()
     print("as defined")

@@ -1,8 +1,6 @@
 """The indexer's choice on a CPU: against its definition, under a cap, and its kernels' code."""
 
-import importlib
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,8 +9,17 @@ import pytest
 import torch
 
 from kernels.dsa import select as plain
-from kernels.indexer import op
-from kernels.indexer.windows import CAP_BYTES, TILE, Window, plan, window_bytes, workspaces
+from kernels.indexer import op, triton_topk, walk
+from kernels.indexer.windows import (
+    CAP_BYTES,
+    GROUP,
+    TILE,
+    Window,
+    most_groups,
+    plan,
+    window_bytes,
+    workspaces,
+)
 from tests.unit.indexer_support import RAGGED, SCALE, choose_by_sorting, make_problem
 
 ROOT = Path(__file__).parents[2]
@@ -120,6 +127,25 @@ def test_the_operator_is_a_legal_one():
 
 
 @pytest.mark.parametrize(
+    "capability, language", [((9, 0), "gluon"), ((10, 0), "triton"), ((8, 0), "triton")]
+)
+def test_kernels_for_hopper_run_on_hopper_alone(monkeypatch, capability, language):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    device = torch.device("cuda")
+    assert walk.writer(device).__module__ == f"kernels.indexer.{language}_scores"
+    assert walk.chooser(device).__module__ == f"kernels.indexer.{language}_topk"
+
+
+def test_operands_begin_where_bulk_copies_can():
+    rows = torch.arange(65.0).bfloat16()
+    kept, odd, turned = rows[8:64].view(7, 8), rows[1:].view(8, 8), rows[1:].view(8, 8).t()
+    assert op._aligned(kept) is kept
+    for x in (odd, turned, rows[:64].view(8, 8).t()):
+        found = op._aligned(x)
+        assert found.data_ptr() % 16 == 0 and found.is_contiguous() and torch.equal(found, x)
+
+
+@pytest.mark.parametrize(
     "change, words",
     [
         ({"backend": "cuda"}, "backend: 'cuda'; legal: 'triton', 'torch'"),
@@ -152,60 +178,6 @@ def test_a_cap_below_one_query_says_what_would_do():
         plan((2000,), 4, count=8, cap_bytes=1000, begin=1999)
 
 
-@pytest.mark.parametrize(
-    "name, addresses",
-    [
-        ("triton_topk._select_kernel", {"at", "begin"}),
-        ("gluon_topk._whole_kernel", {"line", "begin"}),
-        ("gluon_topk._filtered_kernel", {"to_best", "line", "begin", "noted"}),
-        ("triton_scores._scores_kernel", {"q", "to_score", "to_best"}),
-        ("gluon_scores._scores_kernel", {"to_score", "to_best"}),  # the rest goes by coordinates
-    ],
-)
-def test_offsets_of_rows_are_64_bit(name, addresses):
-    text = first_form(name)
-    products = re.findall(r"%([a-z_]+?)(?:_\d+)? = arith\.muli .*?(?:x|: )(i\d+)[>,\s]", text)
-    kinds = {name: kind for name, kind in products if name in addresses}
-    assert kinds == dict.fromkeys(addresses, "i64"), products
-
-
-def first_form(name: str) -> str:
-    """A kernel as Triton first writes it down; needs neither a GPU nor a compiler for one."""
-    from triton._C.libtriton import ir
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource, make_backend
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon._runtime import GluonASTSource
-
-    module, kernel = name.split(".")
-    fn = getattr(importlib.import_module(f"kernels.indexer.{module}"), kernel)
-    constants = {
-        "STAGE": 1, "SLOTS": 512, "GROUP": 16, "ROOM": 8, "HEADS": 32, "DIM": 64, "QUERIES": 8,
-        "POOLS": 64, "STAGES": 2, "WARPS": 4,
-    }  # fmt: skip
-    kinds = {"queries": "*bf16", "weights": "*fp32", "values": "*fp32", "scores": "*fp32",
-             "best": "*fp32", "bests": "*fp32", "scale": "fp32", "groups": "*i32",
-             "keys": "tensordesc<bf16[64,64]>",
-             "first": "*i32", "end": "*i32", "out": "*i32"}  # fmt: skip
-    of_gluon = module.startswith("gluon")
-    if of_gluon:
-        for operand, rows in (("queries", 256), ("keys", 64)):
-            layout = gl.NVMMASharedLayout.get_default_for([rows, 64], gl.bfloat16)
-            kinds[operand] = f"tensordesc<bf16[{rows},64],{layout!r}>"
-    names = fn.arg_names
-    signature = {n: "constexpr" if n in constants else kinds.get(n, "i32") for n in names}
-    found = {(i,): constants[n] for i, n in enumerate(names) if n in constants}
-    source = (GluonASTSource if of_gluon else ASTSource)(fn, signature, found)
-    target = GPUTarget("cuda", 90, 32)
-    backend = make_backend(target)
-    options = backend.parse_options({})
-    context = ir.context()
-    ir.load_dialects(context)
-    backend.load_dialects(context)
-    code = backend.get_codegen_implementation(options)
-    return str(source.make_ir(target, options, code, backend.get_module_map(), context))
-
-
 def test_kernels_do_as_defined_in_tritons_interpreter():
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
@@ -213,3 +185,15 @@ def test_kernels_do_as_defined_in_tritons_interpreter():
         cwd=ROOT, env=environment, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.stdout.endswith("as defined\n"), done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("pools", [1, 2, 15, 16, 17, 18, 33, 2040])
+def test_no_range_touches_more_groups_than_are_made_room_for(pools):
+    touched = [(begin + pools - 1) // GROUP - begin // GROUP + 1 for begin in range(GROUP)]
+    assert most_groups(pools) == max(touched)
+
+
+def test_groups_are_ranked_where_those_chosen_hold_fewer_columns():
+    lengths = (64, 65, 8192, 8193)
+    assert [triton_topk.ranks_groups(n, 3) for n in lengths] == [False, True, True, True]
+    assert [triton_topk.ranks_groups(n, 512) for n in lengths] == [False, False, False, True]

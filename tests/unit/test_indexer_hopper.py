@@ -4,12 +4,43 @@ import pytest
 import torch
 
 from kernels.indexer import gluon_scores
-from kernels.indexer.windows import GROUP, TILE, plan, workspaces
+from kernels.indexer.windows import GROUP, Window, plan, workspaces
 from tests.unit import gluon_on_cpu
-from tests.unit.indexer_support import SCALE, make_problem
+from tests.unit.indexer_support import SCALE, Problem, make_problem
 
-SEGMENT = 256
 NAN, INF = float("nan"), float("inf")
+
+
+@pytest.fixture(autouse=True)
+def on_cpu(monkeypatch):
+    kernel = gluon_on_cpu.Launched(gluon_scores._scores_kernel, gluon_scores)
+    monkeypatch.setattr(gluon_scores, "_scores_kernel", kernel)
+    monkeypatch.setattr(gluon_scores, "_descriptor", gluon_on_cpu.Descriptor)
+    monkeypatch.setattr(gluon_scores, "_SEGMENT", 256)
+
+
+def check(
+    problem: Problem, first: torch.Tensor, end: torch.Tensor, windows: tuple[Window, ...]
+) -> None:
+    """Every score that may be asked for, and the best of each group with one, window by window."""
+    want = problem.scores().float()
+    for window, space in workspaces(windows, 4, torch.device("cpu")):
+        space.scores.fill_(NAN)
+        space.best.fill_(NAN)
+        gluon_scores.write_scores(
+            problem.queries, problem.weights, problem.keys, first, end, space, window, SCALE
+        )
+        rows = slice(window.q0, window.q1)
+        pools = torch.arange(window.p0, window.p0 + window.width)
+        allowed = (pools >= first[rows, None]) & (pools < end[rows, None])
+        known = want[rows, window.p0 : window.p0 + window.width]
+        here = torch.full(allowed.shape, -INF)
+        here[:, : known.shape[1]] = known
+        here[~allowed] = -INF
+        best, seen = (x.unflatten(1, (-1, GROUP)) for x in (here, allowed))
+        found, top = space.scores[allowed], space.best[seen.any(2)]
+        assert torch.equal(found.nan_to_num(7e9), here[allowed].nan_to_num(7e9))
+        assert torch.equal(top.nan_to_num(7e9), best.amax(2)[seen.any(2)].nan_to_num(7e9))
 
 
 @pytest.mark.parametrize(
@@ -31,31 +62,25 @@ def test_scores_and_the_best_of_each_group_are_exactly_the_definitions(
         lengths, size=2, heads=heads, dim=dim, dtype=torch.bfloat16, begin=begin, stop=stop
     )
     problem.queries[2, 5, 7] = NAN  # of the whole row, and of no other
-    first, end = problem.ranges(begin)
-    want = problem.scores().float()
-    per_program = gluon_scores.COLUMNS // heads
     windows = plan(lengths, 2, count=4, begin=begin, stop=stop, cap_bytes=40_000)
-    for window, space in workspaces(windows, 4, torch.device("cpu")):
-        space.scores.fill_(NAN)
-        space.best.fill_(NAN)
-        rows = slice(window.q0, window.q1)
-        gluon_on_cpu.run(
-            gluon_scores._scores_kernel,
-            gluon_scores,
-            (-(-(window.q1 - window.q0) // per_program), -(-window.width // SEGMENT)),
-            gluon_on_cpu.Descriptor(problem.queries.flatten(0, 1), gluon_scores.COLUMNS // 2),
-            problem.weights, gluon_on_cpu.Descriptor(problem.keys, TILE), first, end,
-            space.scores, space.best, SCALE, window.q0, window.q1, window.p0, window.width,
-            segment=SEGMENT, HEADS=heads, DIM=dim, QUERIES=per_program // 2, POOLS=TILE,
-            GROUP=GROUP,
-        )  # fmt: skip
-        pools = torch.arange(window.p0, window.p0 + window.width)
-        allowed = (pools >= first[rows, None]) & (pools < end[rows, None])
-        known = want[rows, window.p0 : window.p0 + window.width]
-        here = torch.full(allowed.shape, -INF)
-        here[:, : known.shape[1]] = known
-        here[~allowed] = -INF
-        best, seen = (x.unflatten(1, (-1, GROUP)) for x in (here, allowed))
-        found, top = space.scores[allowed], space.best[seen.any(2)]
-        assert torch.equal(found.nan_to_num(7e9), here[allowed].nan_to_num(7e9))
-        assert torch.equal(top.nan_to_num(7e9), best.amax(2)[seen.any(2)].nan_to_num(7e9))
+    check(problem, *problem.ranges(begin), windows)
+
+
+def test_ranges_need_not_ascend_nor_hold_anything():
+    problem = make_problem((1400,), size=2, heads=32, dtype=torch.bfloat16, begin=0, stop=20)
+    first = torch.tensor([600, 600, 600, 600, 70, 600, 620, 690, 512, 3] * 2).int()
+    end = torch.tensor([700, 690, 610, 601, 71, 600, 600, 700, 513, 64] * 2).int()
+    check(problem, first, end, (Window(0, 20, 0, 704, 100),))
+
+
+def test_no_time_goes_into_tiles_that_no_query_may_choose_from():
+    problem = make_problem((1400,), size=2, heads=32, dtype=torch.bfloat16, begin=0, stop=8)
+    window = Window(0, 8, 0, 704, 40)
+    ((_, space),) = workspaces((window,), 4, torch.device("cpu"))
+    space.scores.fill_(NAN)
+    first, end = torch.full((8,), 200).int(), torch.full((8,), 240).int()
+    gluon_scores.write_scores(
+        problem.queries, problem.weights, problem.keys, first, end, space, window, SCALE
+    )
+    scored = ~space.scores.isnan().all(0)
+    assert scored.nonzero().flatten().tolist() == list(range(192, 256))

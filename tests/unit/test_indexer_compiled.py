@@ -1,0 +1,100 @@
+"""The indexer's kernels as compilers see them; none of it needs a GPU."""
+
+import importlib
+import re
+from typing import Any
+
+import pytest
+
+LAUNCHES = {
+    "triton_topk._select_kernel": ({"STAGE": 1, "SLOTS": 512, "GROUP": 16, "ROOM": 8}, {}),
+    "triton_scores._scores_kernel": (
+        {"HEADS": 32, "DIM": 64, "QUERIES": 8, "POOLS": 64, "GROUP": 16, "STAGES": 2}, {},
+    ),
+    "gluon_topk._whole_kernel": ({"SLOTS": 2048, "ROOM": 512, "WARPS": 4}, {"maxnreg": 64}),
+    "gluon_topk._filtered_kernel": (
+        {"SLOTS": 2048, "GROUP": 16, "ROOM": 512, "WARPS": 4}, {"maxnreg": 64},
+    ),
+    "gluon_scores._scores_kernel": (
+        {"HEADS": 32, "DIM": 64, "QUERIES": 4, "POOLS": 64, "GROUP": 16}, {},
+    ),
+}  # fmt: skip
+"""Constants and options of a launch; four warps are Triton's default."""
+KINDS = {
+    "queries": "*bf16", "weights": "*fp32", "values": "*fp32", "scores": "*fp32", "best": "*fp32",
+    "bests": "*fp32", "scale": "fp32", "groups": "*i32", "keys": "tensordesc<bf16[64,64]>",
+    "first": "*i32", "end": "*i32", "out": "*i32",
+}  # fmt: skip
+
+
+def source_of(name: str) -> Any:
+    """A kernel with the types and the alignment that it is launched with."""
+    from triton.compiler import ASTSource
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    module, kernel = name.split(".")
+    fn = getattr(importlib.import_module(f"kernels.indexer.{module}"), kernel)
+    constants, kinds = LAUNCHES[name][0], dict(KINDS)
+    of_gluon = module.startswith("gluon")
+    if of_gluon:
+        for operand, rows in (("queries", 128), ("keys", 64)):
+            layout = gl.NVMMASharedLayout.get_default_for([rows, 64], gl.bfloat16)
+            kinds[operand] = f"tensordesc<bf16[{rows},64],{layout!r}>"
+    names = fn.arg_names
+    signature = {n: "constexpr" if n in constants else kinds.get(n, "i32") for n in names}
+    found = {(i,): constants[n] for i, n in enumerate(names) if n in constants}
+    whole = {
+        (i,): [["tt.divisibility", 16]]
+        for i, n in enumerate(names)
+        if signature[n].startswith("*") or n == "segment"
+    }
+    return (GluonASTSource if of_gluon else ASTSource)(fn, signature, found, whole)
+
+
+@pytest.mark.parametrize(
+    "name, addresses",
+    [
+        ("triton_topk._select_kernel", {"at", "begin"}),
+        ("gluon_topk._whole_kernel", {"line", "begin"}),
+        ("gluon_topk._filtered_kernel", {"to_best", "line", "begin", "noted"}),
+        ("triton_scores._scores_kernel", {"q", "to_score", "to_best"}),
+        ("gluon_scores._scores_kernel", {"to_score", "to_best"}),  # the rest goes by coordinates
+    ],
+)
+def test_offsets_of_rows_are_64_bit(name, addresses):
+    text = first_form(name)
+    products = re.findall(r"%([a-z_]+?)(?:_\d+)? = arith\.muli .*?(?:x|: )(i\d+)[>,\s]", text)
+    kinds = {name: kind for name, kind in products if name in addresses}
+    assert kinds == dict.fromkeys(addresses, "i64"), products
+
+
+def first_form(name: str) -> str:
+    """A kernel as Triton first writes it down."""
+    from triton._C.libtriton import ir
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import make_backend
+
+    target = GPUTarget("cuda", 90, 32)
+    backend, context = make_backend(target), ir.context()
+    options = backend.parse_options({})
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    code, modules = backend.get_codegen_implementation(options), backend.get_module_map()
+    return str(source_of(name).make_ir(target, options, code, modules, context))
+
+
+@pytest.mark.parametrize("name", [name for name in LAUNCHES if name.startswith("gluon")])
+def test_kernels_are_compiled_for_hopper_and_choices_read_16_bytes_at_a_time(
+    name, tmp_path, monkeypatch
+):
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    target = GPUTarget("cuda", 90, 32)
+    compiled = triton.compile(source_of(name), target=target, options=LAUNCHES[name][1])
+    assert compiled.asm["cubin"]
+    if "topk" in name:
+        loads = re.findall(r"ld\.global\.(\S+)", compiled.asm["ptx"])
+        assert loads.count("v4.b32") == len(loads) - 2 > 0, loads  # but for a row's first and end
