@@ -3,6 +3,7 @@
 import gc
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import pytest
 
@@ -24,8 +25,16 @@ atexit.register(print, "atexit")
 """
 
 
+@pytest.fixture(autouse=True)
+def _collector_on() -> Iterator[None]:
+    """As in a new process: a training, which other tests run, switches the collector off."""
+    before = gc.isenabled()
+    gc.enable()
+    yield
+    (gc.enable if before else gc.disable)()
+
+
 def test_no_garbage_is_looked_for_inside_but_it_is_afterwards() -> None:
-    assert gc.isenabled()
     with garbage.none_while_importing():
         assert not gc.isenabled()
     assert gc.isenabled()
@@ -39,12 +48,9 @@ def test_a_failing_import_leaves_the_collector_on() -> None:
 
 def test_a_collector_that_was_off_stays_off() -> None:
     gc.disable()
-    try:
-        with garbage.none_while_importing():
-            assert not gc.isenabled()
+    with garbage.none_while_importing():
         assert not gc.isenabled()
-    finally:
-        gc.enable()
+    assert not gc.isenabled()
 
 
 @pytest.mark.parametrize(
