@@ -9,8 +9,9 @@ def expand_segments() -> str:
     """Let segments grow and shrink, so that freed memory serves tensors of any size.
 
     Else a freed segment serves those that fit into it, and what is reserved grows beyond what is
-    allocated where sizes change from layer to layer. Other settings of ``PYTORCH_ALLOC_CONF`` stay. Call before the first allocation: only
-    new segments follow. Source: torch, "CUDA semantics", memory management.
+    allocated where sizes change from layer to layer. Other settings of ``PYTORCH_ALLOC_CONF`` stay.
+    Call before the first allocation: only new segments follow. Source: torch, "CUDA semantics",
+    memory management.
 
     Returns:
         What to tell people.
