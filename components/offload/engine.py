@@ -249,6 +249,16 @@ class Engine:
                 _refuse_changed(waiting)
                 self._let_go(waiting)
 
+    def _let_go_of_unwanted(self) -> None:
+        """Free the originals that backward has used and nobody can ask for again."""
+        wanted: deque[tuple[int, Waiting]] = deque()
+        for number, waiting in self._waiting:
+            if waiting.wanted:
+                wanted.append((number, waiting))
+            elif waiting.tensor is not None:
+                self._let_go(waiting)
+        self._waiting = wanted
+
     def _let_go(self, waiting: Waiting) -> None:
         self._lanes.wait(waiting.copied)
         if self._graves is not None and waiting.tensor is not None:
@@ -283,7 +293,8 @@ class Engine:
         self._arena.clear()
 
     def _sweep(self) -> None:
-        """Let go of what was brought back for nobody."""
+        """Let go of what was brought back for nobody, and of originals that backward is past."""
+        self._let_go_of_unwanted()
         while self._orphans:
             memory, ready = self._orphans.pop()
             self._lanes.wait(ready)

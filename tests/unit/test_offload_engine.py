@@ -87,6 +87,26 @@ def test_originals_are_let_go_of_but_for_those_of_two_boundaries(lanes: Watched)
     engine.end()
 
 
+def test_originals_that_backward_used_are_let_go_of_at_the_next_boundary(lanes: Watched) -> None:
+    engine = made(6, lanes, range(6))
+    engine.begin()
+    originals, recalls = [], []
+    for seed in range(5):
+        hidden = inputs(seed)
+        originals.append(StorageWeakRef(hidden.untyped_storage()))
+        recalls.append(engine.boundary(hidden))
+    del hidden
+    for seed in (4, 3, 2):
+        found = recalls.pop()()
+        assert torch.equal(found, inputs(seed))
+        del found
+        gc.collect()
+        # The one in use, and the one before it.
+        alive = [n for n, reference in enumerate(originals) if not reference.expired()]
+        assert alive == ([n for n in (3, 4) if n <= seed] if lanes.beside else [])
+    engine.end()
+
+
 def test_a_dropped_recall_gives_its_place_back(lanes: Watched) -> None:
     engine = made(1, lanes, range(9))
     engine.begin()
