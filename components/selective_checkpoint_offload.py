@@ -61,9 +61,9 @@ class SelectiveCheckpointOffload(Component):
         does not fit into it stays on the device."""
 
         streams: bool = True
-        """Copy beside the computation, on a CUDA stream for each direction; two more inputs at a
-        time are on the device, until their copies are done. false: copies are steps of the
-        computation, which waits for each."""
+        """Copy beside the computation, on a CUDA stream for each direction: two inputs at a time
+        are on the device until their copies are done, and one comes back early. false: copies are
+        steps of the computation, which waits for each; one input at a time is on the device."""
 
         order: Literal["forward", "peak"] = "forward"
         """Which inputs go where not all fit. forward: the earliest, which is best for equal sizes.
@@ -122,11 +122,12 @@ class SelectiveCheckpointOffload(Component):
                 f"use {smallest / GIB:.3g} or more (all {len(units)}: {total / GIB:.3g}), null, or "
                 f"{self.path}.enabled=false",
             )
-        elif len(units) <= AWAITING_COPY:
+        elif len(units) <= (anyway := 1 + self._early()[1]):
             yield Problem(
                 f"{self.path}.enabled",
                 f"true saves nothing: of the {len(units)} layer input{'s' * (len(units) > 1)} that "
-                "components.layer_recompute keeps, two at a time are on the device anyway",
+                f"components.layer_recompute keeps, {('', 'one', 'two')[anyway]} at a time "
+                f"{'are' if anyway > 1 else 'is'} on the device anyway",
                 f"use a smaller components.layer_recompute.every, or {self.path}.enabled=false",
             )
         elif not self._choose(recipe, units, target):
@@ -153,11 +154,12 @@ class SelectiveCheckpointOffload(Component):
         self._payload = sum(units[index].nbytes for index in self._chosen)
 
     def memory_terms(self, recipe: "Recipe", target: Target) -> list[MemoryTerm]:
-        """What leaves the device, but for the two that are there in backward; what is pinned."""
+        """What leaves the device, but for the one or two that are there in backward; what is
+        pinned."""
         units = units_of(recipe)
         sizes, chosen = [unit.nbytes for unit in units], self._choose(recipe, units, target)
         # A pass without working sets: the largest sum of boundaries that are there at one time.
-        held = peak(sizes, [0] * len(sizes), 0, chosen, self._waiting())
+        held = peak(sizes, [0] * len(sizes), 0, chosen, *self._early())
         return [
             MemoryTerm("what is kept for backward and waits on the host", held - sum(sizes)),
             MemoryTerm(
@@ -240,8 +242,9 @@ class SelectiveCheckpointOffload(Component):
         budget = self.config.host_budget_gib
         return None if budget is None else int(budget * GIB)
 
-    def _waiting(self) -> int:
-        return AWAITING_COPY if self.config.streams else 0
+    def _early(self) -> tuple[int, int]:
+        """How many wait for their copy, and how many come back before they are needed."""
+        return (AWAITING_COPY, 1) if self.config.streams else (0, 0)
 
     def _choose(self, recipe: "Recipe", units: list[Unit], target: Target) -> frozenset[int]:
         sizes, budget = [unit.nbytes for unit in units], self._budget()
@@ -250,4 +253,4 @@ class SelectiveCheckpointOffload(Component):
         if needed is None:
             return forward_order(sizes, budget)
         loss = loss_term(recipe, target).nbytes
-        return choose(sizes, needed, loss, budget, self._waiting())
+        return choose(sizes, needed, loss, budget, *self._early())

@@ -7,8 +7,9 @@ device holds
     working_sets[i] + sizes[i] + sizes[i - 1] + sum of sizes[j] for j <= i - 2 left on the device
 
 because boundary ``i`` is in use and ``i - 1`` is there already: it was left, or is restored one
-unit ahead. While it computes the loss it holds ``loss_working_set`` and all that were left. The
-peak is the largest of these figures. (A unit's forward holds less than its backward.)
+unit ahead. (Copies in line restore none ahead: ``i - 1`` then counts as those before it.) While it
+computes the loss it holds ``loss_working_set`` and all that were left. The peak is the largest of
+these figures. (A unit's forward holds less than its backward.)
 
 Equal sizes: offloading the earliest first is best, whatever the working sets. With ``m`` boundaries
 offloaded, the loss sees ``n - m`` left, whichever they are. Unit ``i`` sees ``i - 1`` boundaries
@@ -50,6 +51,7 @@ def peak(
     loss_working_set: int,
     chosen: Collection[int],
     waiting: int = 0,
+    ahead: int = 1,
 ) -> int:
     """Most bytes that boundaries and working sets hold at one time on the device.
 
@@ -59,12 +61,14 @@ def peak(
         loss_working_set: bytes that the loss holds besides.
         chosen: indices of the offloaded boundaries.
         waiting: how many of the last boundaries are still on the device during the loss.
+        ahead: how many are restored before their unit begins, 0 or 1.
     """
     left = [0 if index in chosen else size for index, size in enumerate(sizes)]
     held = len(sizes) - min(waiting, len(sizes))
     moments = [loss_working_set + sum(left[:held]) + sum(sizes[held:])]
     for i, work in enumerate(working_sets):
-        moments.append(work + sum(sizes[max(i - 1, 0) : i + 1]) + sum(left[: max(i - 1, 0)]))
+        first = max(i - ahead, 0)
+        moments.append(work + sum(sizes[first : i + 1]) + sum(left[:first]))
     return max(moments)
 
 
@@ -74,6 +78,7 @@ def choose(
     loss_working_set: int,
     budget: int | None,
     waiting: int = 0,
+    ahead: int = 1,
 ) -> frozenset[int]:
     """Find the boundaries whose offload gives the lowest peak, and of those the fewest bytes.
 
@@ -81,7 +86,7 @@ def choose(
     are taken.
 
     Args:
-        sizes, working_sets, loss_working_set, waiting: as in ``peak``.
+        sizes, working_sets, loss_working_set, waiting, ahead: as in ``peak``.
         budget: bytes that may be offloaded; None for no limit.
 
     Returns:
@@ -92,7 +97,7 @@ def choose(
     """
     if len(working_sets) != len(sizes):
         raise ValueError(f"{len(sizes)} boundaries, but {len(working_sets)} working sets")
-    seen_after, start = _moments(sizes, working_sets, loss_working_set, waiting)
+    seen_after, start = _moments(sizes, working_sets, loss_working_set, waiting, ahead)
     limit = sum(sizes) if budget is None else budget
     # Bytes offloaded so far -> lowest peak so far and the indices that reach it.
     best: dict[int, tuple[int, tuple[int, ...]]] = {0: (start, ())}
@@ -110,7 +115,11 @@ def choose(
 
 
 def _moments(
-    sizes: Sequence[int], working_sets: Sequence[int], loss_working_set: int, waiting: int
+    sizes: Sequence[int],
+    working_sets: Sequence[int],
+    loss_working_set: int,
+    waiting: int,
+    ahead: int,
 ) -> tuple[list[int], int]:
     """What the device holds with nothing offloaded, at the moments that see choices 0..index and no
     later ones (0 where there is no such moment), and at those that see no choice at all."""
@@ -119,7 +128,7 @@ def _moments(
     start = 0
     last_seen = len(sizes) - 1 - waiting
     moments = [(last_seen, loss_working_set + totals[-1])]
-    moments += [(i - 2, work + totals[i + 1]) for i, work in enumerate(working_sets)]
+    moments += [(i - 1 - ahead, work + totals[i + 1]) for i, work in enumerate(working_sets)]
     for index, held in moments:
         if index < 0:
             start = max(start, held)

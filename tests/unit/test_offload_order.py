@@ -14,7 +14,7 @@ def subsets(count: int) -> list[tuple[int, ...]]:
 
 
 def walked_peak(
-    sizes: list[int], work: list[int], loss: int, chosen: tuple[int, ...], waiting: int
+    sizes: list[int], work: list[int], loss: int, chosen: tuple[int, ...], waiting: int, ahead: int
 ) -> int:
     """The peak by walking through forward and backward, holding a set of boundaries."""
     last = len(sizes) - 1
@@ -22,7 +22,7 @@ def walked_peak(
     highest = loss + sum(sizes[i] for i in on_device)
     on_device = {i for i in on_device if i not in chosen}
     for unit in range(last, -1, -1):
-        on_device |= {unit, unit - 1} - {-1}
+        on_device |= {unit, unit - ahead} - {-1}
         highest = max(highest, work[unit] + sum(sizes[i] for i in on_device))
         on_device.discard(unit)
     return highest
@@ -34,13 +34,13 @@ def random_case(seed: int, count: int, equal: bool) -> tuple[list[int], list[int
     return sizes, [draw.randint(0, 20) for _ in range(count)], draw.randint(0, 20)
 
 
-@pytest.mark.parametrize("waiting", [0, 2])
-def test_the_peak_is_that_of_walking_through_backward(waiting: int) -> None:
+@pytest.mark.parametrize(("waiting", "ahead"), [(0, 0), (0, 1), (2, 1)])
+def test_the_peak_is_that_of_walking_through_backward(waiting: int, ahead: int) -> None:
     for seed in range(20):
         sizes, work, loss = random_case(seed, 5, equal=False)
         for chosen in subsets(5):
-            walked = walked_peak(sizes, work, loss, chosen, waiting)
-            assert peak(sizes, work, loss, chosen, waiting) == walked
+            walked = walked_peak(sizes, work, loss, chosen, waiting, ahead)
+            assert peak(sizes, work, loss, chosen, waiting, ahead) == walked
 
 
 def test_of_equal_sizes_the_earliest_have_the_lowest_peak_whatever_the_working_sets() -> None:
@@ -53,9 +53,9 @@ def test_of_equal_sizes_the_earliest_have_the_lowest_peak_whatever_the_working_s
 
 
 @pytest.mark.parametrize("equal", [True, False])
-@pytest.mark.parametrize("waiting", [0, 1, 2, 9])
+@pytest.mark.parametrize(("waiting", "ahead"), [(0, 0), (0, 1), (1, 1), (2, 1), (9, 1)])
 def test_no_choice_has_a_lower_peak_nor_as_low_a_one_with_fewer_bytes(
-    equal: bool, waiting: int
+    equal: bool, waiting: int, ahead: int
 ) -> None:
     for seed in range(60):
         sizes, work, loss = random_case(seed, 6, equal)
@@ -65,10 +65,10 @@ def test_no_choice_has_a_lower_peak_nor_as_low_a_one_with_fewer_bytes(
             chosen: tuple[int, ...],
             case: tuple[list[int], list[int], int] = (sizes, work, loss),
         ) -> tuple[int, int]:
-            return peak(*case, chosen, waiting), sum(case[0][i] for i in chosen)
+            return peak(*case, chosen, waiting, ahead), sum(case[0][i] for i in chosen)
 
         fitting = [s for s in subsets(6) if budget is None or sum(sizes[i] for i in s) <= budget]
-        found = choose(sizes, work, loss, budget, waiting)
+        found = choose(sizes, work, loss, budget, waiting, ahead)
         assert figures(tuple(found)) == min(figures(s) for s in fitting)
 
 

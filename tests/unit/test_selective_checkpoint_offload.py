@@ -217,6 +217,24 @@ def test_two_boundaries_or_fewer_are_not_worth_it(corpus: Path) -> None:
     assert f"{NAME}.enabled: true saves nothing: of the 2 layer inputs" in found
     (found,) = problems(["components.layer_recompute.every=4"], corpus)
     assert "of the 1 layer input that" in found
+    in_line = f"{NAME}.streams=false"
+    assert problems(["components.layer_recompute.every=2", in_line], corpus) == []
+    (found,) = problems(["components.layer_recompute.every=4", in_line], corpus)
+    assert "keeps, one at a time is on the device anyway" in found
+
+
+def test_copies_in_line_have_one_input_fewer_on_the_device() -> None:
+    def held(*changes: str) -> int:
+        settings = [
+            "components.layer_recompute.enabled=true", f"{NAME}.enabled=true", *changes,
+            "components.precision_trimming.enabled=true",
+        ]  # fmt: skip
+        recipe = load_recipe(RECIPES / "glm_flash_4layer_8k_1xh200.yaml", settings).recipe
+        terms = recipe.components.selective_checkpoint_offload.build()
+        return terms.memory_terms(recipe, Target("cuda", 1))[0].nbytes
+
+    # 4 layers: inputs of 8,192 tokens x 4 streams x 4096 bf16.
+    assert held() - held(f"{NAME}.streams=false") == 8192 * 4 * 4096 * 2
 
 
 @pytest.mark.parametrize("budget", [-1, math.inf, math.nan])
