@@ -100,11 +100,13 @@ class SublayerChunking(Component):
         tokens = mixed_tokens(recipe)
         cut = any(self._wanted(_counts(recipe.model)).values())
         if cut and self.config.chunk_tokens >= tokens:
+            parts = recipe.parallelism.context_parallel_degree
+            over = f", over parallelism.context_parallel_degree {parts}" if parts > 1 else ""
             yield Problem(
                 f"{self.path}.chunk_tokens",
                 f"{self.config.chunk_tokens} is all of the {tokens} tokens that one rank holds "
                 f"(training.local_batch_size {recipe.training.local_batch_size} x training.seq_len "
-                f"{recipe.training.seq_len}), which saves nothing",
+                f"{recipe.training.seq_len}{over}), which saves nothing",
                 f"use {f'a multiple of {_UNIT} below {tokens}, or ' if tokens > _UNIT else ''}"
                 f"{self.path}.enabled=false",
             )

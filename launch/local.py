@@ -120,6 +120,13 @@ def died_of_signal(error: ChildFailedError, asked: list[int]) -> bool:
     return -failure.exitcode in asked
 
 
+def _acknowledge(name: str) -> None:
+    """A step may take a minute. Not by print, which a signal may have interrupted."""
+    with contextlib.suppress(OSError):
+        text = f"\n{name}: stopping after this step; a second Ctrl-C stops at once, unsaved\n"
+        os.write(sys.stderr.fileno(), text.encode())
+
+
 @contextlib.contextmanager
 def _stop_signals_to_ranks(asked: list[int]) -> Iterator[None]:
     """Hand SIGTERM, SIGINT and SIGHUP on to the ranks, which save and leave by themselves.
@@ -135,6 +142,8 @@ def _stop_signals_to_ranks(asked: list[int]) -> Iterator[None]:
         workers = psutil.Process().children()
         if not workers:
             raise KeyboardInterrupt
+        if len(asked) == 1:
+            _acknowledge(signal.Signals(number).name)
         for worker in workers:
             with contextlib.suppress(psutil.NoSuchProcess):
                 worker.send_signal(number)

@@ -24,6 +24,7 @@ def summarise(recipe: Recipe, target: Target) -> str:
         ("mesh", _mesh(recipe, target.ranks)),
         ("batch", _batch(recipe, target.ranks)),
         *(("memory", _term(term)) for term in terms),
+        ("total", _total(terms, target)),
         *(("traffic", line) for line in _traffic(recipe, target)),
         ("components", _components(recipe)),
         ("result", _result(terms, target)),
@@ -89,8 +90,19 @@ def _term(term: MemoryTerm) -> str:
     return f"{term.nbytes / 2**30:.2f} GiB per rank on the {term.where}: {term.name}{note}"
 
 
+def _gib(terms: list[MemoryTerm], where: str) -> float:
+    return sum(term.nbytes for term in terms if term.where == where) / 2**30
+
+
+def _total(terms: list[MemoryTerm], target: Target) -> str:
+    room = "" if target.memory is None else f" of {target.memory / 2**30:.0f}"
+    device, host = _gib(terms, "device"), _gib(terms, "host")
+    pinned = f", {host:.2f} GiB on the host" if host else ""
+    return f"{device:.2f}{room} GiB per rank on the device{pinned}"
+
+
 def _result(terms: list[MemoryTerm], target: Target) -> str:
-    needed = sum(term.nbytes for term in terms if term.where == "device") / 2**30
+    needed = _gib(terms, "device")
     if target.memory is not None and needed > target.memory / 2**30:
         room = target.memory / 2**30
         return f"the settings are right, but {needed:.0f} GiB DO NOT FIT into the {room:.0f} GiB"

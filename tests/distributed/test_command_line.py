@@ -131,6 +131,7 @@ def test_a_stop_and_a_crash_later_the_run_is_the_same_to_the_bit(
     process.send_signal(signal.SIGTERM)
     output = finish(process)
     assert process.returncode == 128 + signal.SIGTERM, output
+    assert "SIGTERM: stopping after this step; a second Ctrl-C stops at once" in output
     assert "stopped by SIGTERM after step" in output
     assert max(RunDir(stopped).checkpoints()) == RunDir(stopped).read_status()["step"]
 

@@ -223,7 +223,10 @@ def test_memory_is_the_sum_of_terms_and_decides_the_result(monkeypatch: Any) -> 
     # Logits of one of 16 chunks: bfloat16, float32 and a gradient in float32.
     chunks = recipe.components.chunked_loss.num_chunks
     assert loss.nbytes == 131_072 // cp // chunks * recipe.model.vocab_size * 10
-    assert summarise(recipe, target).endswith("no problem found")
+    text = summarise(recipe, target)
+    assert text.endswith("no problem found")
+    device = sum(t.nbytes for t in (state, tables, hidden, loss)) / 2**30
+    assert f"total        {device:.2f} of 139 GiB per rank on the device\n" in text
     unknown = summarise(recipe, Target("cuda", 16))
     assert unknown.endswith("not compared with a device, as hardware.memory is not set")
 
@@ -235,6 +238,9 @@ def test_memory_is_the_sum_of_terms_and_decides_the_result(monkeypatch: Any) -> 
     of_components = memory_terms(recipe, target)[2:-1]
     assert [t.nbytes for t in of_components] == [saved.nbytes, grown.nbytes] * 2
     assert "DO NOT FIT into the 139 GiB" in summarise(recipe, target)
+    pinned = [MemoryTerm("moments", 2**30, "host")]
+    monkeypatch.setattr(FullRecompute, "memory_terms", lambda self, recipe, target: pinned)
+    assert " GiB per rank on the device, 1.00 GiB on the host\n" in summarise(recipe, target)
 
 
 def test_bf16_moments_are_counted(tmp_path: Path) -> None:
