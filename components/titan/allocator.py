@@ -36,7 +36,8 @@ def _settings() -> list[str]:
         settings: str = torch._C._accelerator_getAllocatorSettings()
     except ValueError as error:
         raise ValueError(
-            f"PYTORCH_ALLOC_CONF (or PYTORCH_CUDA_ALLOC_CONF): {error} Legal: unset, or "
-            "KEY:VALUE,... as in torch's notes on CUDA semantics, such as max_split_size_mb:128"
+            f"PYTORCH_ALLOC_CONF (or PYTORCH_CUDA_ALLOC_CONF): {str(error).rstrip('.')}; legal: "
+            "unset, or KEY:VALUE,... as in torch's notes on CUDA semantics, such as "
+            "max_split_size_mb:128"
         ) from error
     return [part for part in "".join(settings.split()).split(",") if part]

@@ -5,7 +5,10 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
+from components.core.recipe import Hardware
 from components.titan.allocator import expand_segments
+from components.titan.device import DeviceKind
+from launch.worker import set_allocator
 
 
 @pytest.fixture(autouse=True)
@@ -49,6 +52,16 @@ def test_a_recipe_overrules_the_environment_and_says_so(said: str, told: bool) -
     assert settings() == ["expandable_segments:True"]
 
 
+@pytest.mark.parametrize(
+    ("device", "wanted", "grow"),
+    [("cuda", True, True), ("cuda", False, False), ("cpu", True, False)],
+)
+def test_ranks_do_as_the_recipe_says(device: DeviceKind, wanted: bool, grow: bool) -> None:
+    torch._C._accelerator_setAllocatorSettings("max_split_size_mb:128")
+    set_allocator(Hardware(expandable_segments=wanted), device)
+    assert settings() == ["max_split_size_mb:128", *["expandable_segments:True"] * grow]
+
+
 def environment(monkeypatch: pytest.MonkeyPatch, read: Callable[[], str]) -> None:
     """Torch reads it once, when it first asks."""
     monkeypatch.setattr(torch._C, "_accelerator_getAllocatorSettings", read)
@@ -69,7 +82,9 @@ def test_settings_that_torch_cannot_read_are_named(monkeypatch: pytest.MonkeyPat
 
     with monkeypatch.context() as patched:
         environment(patched, read)
-        with pytest.raises(ValueError, match=r"^PYTORCH_ALLOC_CONF \(.*\): .*'max_split'.*Legal"):
+        with pytest.raises(
+            ValueError, match=r"^PYTORCH_ALLOC_CONF \(.*\): .*'max_split'.*config; legal"
+        ):
             expand_segments()
 
 
