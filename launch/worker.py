@@ -26,7 +26,7 @@ from launch.logs import configure
 from launch.rundir import RunDir
 
 if TYPE_CHECKING:
-    from components.core.recipe import Recipe
+    from components.core.recipe import Hardware, Recipe
 
 
 @record
@@ -45,23 +45,29 @@ def main(run_dir: str) -> None:
         data = {key: value for key, (value, _) in read(run.frozen).keys.items() if "." not in key}
         recipe = bind_recipe(data)
         prepared = prepare(recipe, run.path, device, world_size)
-    if device == "cuda" and recipe.hardware.expandable_segments:
-        narrate(expand_segments())
-    for note in prepared.notes:
-        narrate(note)
-    with _explained(recipe), prepared.build_and_close() as trainer:
-        if recipe.checkpoint.create_seed_checkpoint:
-            trainer.save_seed()
-        else:
-            trainer.train()
-        if rank == 0:
-            state = "done" if trainer.stopped_by is None else "stopped"
-            run.write_status(state=state, step=trainer.step, signal=trainer.stopped_by)
+    with _explained(recipe):
+        set_allocator(recipe.hardware, device)
+        for note in prepared.notes:
+            narrate(note)
+        with prepared.build_and_close() as trainer:
+            if recipe.checkpoint.create_seed_checkpoint:
+                trainer.save_seed()
+            else:
+                trainer.train()
+            if rank == 0:
+                state = "done" if trainer.stopped_by is None else "stopped"
+                run.write_status(state=state, step=trainer.step, signal=trainer.stopped_by)
 
 
 def _frozen_device(run: RunDir) -> DeviceKind:
     device: DeviceKind = read(run.frozen).keys["hardware.device"][0]
     return device
+
+
+def set_allocator(hardware: "Hardware", device: DeviceKind) -> None:
+    """As the recipe says, before anything is on the device; a CPU has no such allocator."""
+    if device == "cuda" and hardware.expandable_segments:
+        narrate(expand_segments())
 
 
 def _stop_when_launcher_dies() -> None:

@@ -22,4 +22,5 @@ def no_effect(settings: Any, name: str, stock: Any, because: str) -> Iterator[Pr
     value = getattr(settings, name)
     if value != stock:
         message = f"{shown(value)} has no effect: {because}"
-        yield Problem(f"{PATH}.{name}", message, f"use {stock if stock is not None else 'null'}")
+        hint = f"use {PATH}.{name}={stock if stock is not None else 'null'}"
+        yield Problem(f"{PATH}.{name}", message, hint)

@@ -52,7 +52,7 @@ def main(arguments: Sequence[str]) -> int:
     }
     cells = record["cells"]
     for file in [stem.with_suffix(".json")] * options.more + (options.join or []):
-        commands, found = earlier(file, rows, common)
+        commands, found = earlier(file, rows, common, options.recipe)
         record["command"] = "\n".join([commands, record["command"]])
         for label, row in found.items():
             cells[label] |= row
@@ -84,14 +84,18 @@ def make_rows(bases: Sequence[str], additions: Sequence[str]) -> list[Row]:
     return rows
 
 
-def earlier(file: Path, rows: Sequence[Row], common: list[str]) -> tuple[str, dict[str, Any]]:
+def earlier(
+    file: Path, rows: Sequence[Row], common: list[str], recipe: str
+) -> tuple[str, dict[str, Any]]:
     """The command of another run of the same table, and its cells: label -> length -> figures.
 
     Raises:
-        ValueError: that table has other rows or other common overrides.
+        ValueError: that table is of another recipe, or has other rows or other common overrides.
     """
     record = json.loads(file.read_text())
     wanted = [{"label": row.label, "overrides": list(row.overrides)} for row in rows]
+    if record["recipe"] != recipe:
+        raise ValueError(f"--more, --join: {file} is of recipe {record['recipe']}, not {recipe}")
     if record["rows"] != wanted or record["common_overrides"] != common:
         raise ValueError(f"--more, --join: {file} was measured with other overrides; leave it out")
     return record["command"], record["cells"]
@@ -115,7 +119,8 @@ def climb(
         mine = cells[row.label]
         if chosen and f"{row.label}@{length}" not in chosen:
             continue
-        if length in mine or not all(map(trained, mine.values())):
+        shorter = options.lengths[: options.lengths.index(length)]
+        if length in mine or not all(trained(mine[s]) for s in shorter if s in mine):
             continue
         if options.budget and time.monotonic() - began > options.budget:
             print(f"{row.label} at {length}: not tried, the budget of time is spent", flush=True)

@@ -22,6 +22,8 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
 SERVERS = 2
+FINISHED = 64
+"""Exit code of a rank whose function has returned; one that leaves early has another."""
 
 
 class Job(NamedTuple):
@@ -33,6 +35,7 @@ class Job(NamedTuple):
     world_size: int
     port: int
     folder: Path
+    environment: dict[str, str]
     args: tuple
 
 
@@ -83,7 +86,7 @@ def serve(connection: Connection) -> None:
         if not pid:
             connection.close()
             run(pickle.loads(request))
-            return  # and out of the program, as every process ends: threads joined, exits called
+            sys.exit(FINISHED)  # as every process ends: threads joined, exits called
         running.add(pid)
         connection.send(pid)
     for pid in running:
@@ -97,6 +100,9 @@ def run(job: Job) -> None:
     from tests.training import set_rank
 
     torch.set_num_threads(1)
+    # The tests' as it is now: the server's is of when the first rank was wanted.
+    os.environ.clear()
+    os.environ.update(job.environment, OMP_NUM_THREADS="1")
     set_rank(job.rank, job.world_size, job.port)
     try:
         getattr(importlib.import_module(job.module), job.function)(*job.args)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.distributed.rank_server import SERVERS, Job, server_of
+from tests.distributed.rank_server import FINISHED, SERVERS, Job, server_of
 
 LIMIT_SECONDS = 240
 
@@ -23,7 +23,7 @@ def run_ranks(function: Callable[..., None], world_size: int, folder: Path, *arg
         folder: receives ``rank_<n>.error`` for a rank that failed.
 
     Raises:
-        AssertionError: a rank failed; with its traceback.
+        AssertionError: a rank failed, with its traceback, or ended before its function returned.
     """
     from tests.training import free_port
 
@@ -34,15 +34,17 @@ def run_ranks(function: Callable[..., None], world_size: int, folder: Path, *arg
     pids: dict[int, int] = {}
     try:
         for rank in range(world_size):
-            job = Job(*name, rank, world_size, port, folder, args)
+            job = Job(*name, rank, world_size, port, folder, dict(os.environ), args)
             pids[rank] = server_of(rank).fork(job)
         _wait(pids, function.__name__)
     except AssertionError as error:
         reports = [file.read_text() for file in sorted(folder.glob("rank_*.error"))]
         raise AssertionError("\n".join(reports) or str(error)) from error
     finally:
-        for rank, pid in pids.items():
+        # All of them first: a server that is gone ends the loop below.
+        for pid in pids.values():
             os.kill(pid, signal.SIGKILL)
+        for rank, pid in pids.items():
             while server_of(rank).exit_code(pid) is None:
                 time.sleep(0.01)
 
@@ -55,8 +57,9 @@ def _wait(pids: dict[int, int], name: str) -> None:
             code = server_of(rank).exit_code(pids[rank])
             if code is not None:
                 del pids[rank]
-            if code:
-                raise AssertionError(f"{name}: rank {rank} ended with exit code {code}")
+            if code not in (None, FINISHED):
+                early = " before it returned" if code == 0 else ""
+                raise AssertionError(f"{name}: rank {rank} ended{early} with exit code {code}")
         if time.monotonic() > deadline:
             raise AssertionError(f"{name} hung for {LIMIT_SECONDS} s")
         time.sleep(0.02)

@@ -75,6 +75,12 @@ def test_cells_of_an_earlier_run_are_kept(seen: list[list[str]]) -> None:
     assert seen == [["b=1", "training.seq_len=128k"]]
 
 
+def test_a_longer_length_that_failed_elsewhere_stops_no_shorter_one(seen: list[list[str]]) -> None:
+    cells: dict[str, Any] = {"y": {"128k": _cell(1), "1m": _cell(1)}}
+    list(climb([Row("y", ("b=1",))], _options(), [], cells))
+    assert [run[-1] for run in seen] == ["training.seq_len=32k", "training.seq_len=64k"]
+
+
 def test_no_cell_begins_when_time_is_up(
     seen: list[list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -87,12 +93,14 @@ def test_a_table_of_other_overrides_is_not_gone_on_with(tmp_path: Path) -> None:
     file = tmp_path / "t.json"
     file.write_text(json.dumps({
         "rows": [{"label": "x", "overrides": ["a=1"]}], "common_overrides": [],
-        "cells": {"x": {"32k": 1}}, "command": "c",
+        "recipe": "r", "cells": {"x": {"32k": 1}}, "command": "c",
     }))  # fmt: skip
-    assert earlier(file, [Row("x", ("a=1",))], []) == ("c", {"x": {"32k": 1}})
+    assert earlier(file, [Row("x", ("a=1",))], [], "r") == ("c", {"x": {"32k": 1}})
     for rows, common in (([Row("x", ("a=2",))], []), ([Row("x", ("a=1",))], ["c=1"])):
         with pytest.raises(ValueError, match="t.json was measured with other overrides"):
-            earlier(file, rows, common)
+            earlier(file, rows, common, "r")
+    with pytest.raises(ValueError, match="t.json is of recipe r, not q"):
+        earlier(file, [Row("x", ("a=1",))], [], "q")
 
 
 def test_cells_of_several_runs_make_one_table(

@@ -7,8 +7,13 @@ import pytest
 import torch
 import torch.nn as nn
 
+from components.models.glm_flash.block import rebuilding
+from components.models.glm_flash.fused_connections import triton_hyper_connections
+from components.models.glm_flash.hyper_connections import HyperConnection
 from components.models.glm_flash.indexer import Indexer
+from components.models.glm_flash.trimmed import trim
 from components.recompute.tape import recomputing
+from tests.swaps import swap_parts
 from tests.unit.recompute_support import (
     DEPTH,
     MODELS,
@@ -61,6 +66,21 @@ def test_losses_gradients_and_expert_counts_are_those_without_to_the_bit(
 ) -> None:
     passes = PASSES[name]
     assert_same(step(build(name, **settings), range(passes)), without(name, passes))
+
+
+@pytest.mark.parametrize("kernels", [False, True], ids=["trimmed", "kernels"])
+def test_streams_that_nobody_reads_are_those_of_a_last_run_alone(kernels: bool) -> None:
+    """Layers between two kept inputs read what the ones before them return."""
+
+    def change(decoder: Any) -> None:
+        trim(decoder, "hyper_connections")
+        decoder.layers = [rebuilding(layer) for layer in decoder.layers]
+        if kernels:
+            swap_parts(decoder, HyperConnection.Config, triton_hyper_connections)
+
+    expected = step(build("glm", change))
+    for keep in (False, True):
+        assert_same(step(build("glm", change, every=DEPTH, keep_sublayers=keep)), expected)
 
 
 @pytest.mark.parametrize("settings", GLM)

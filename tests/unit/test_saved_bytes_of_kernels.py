@@ -1,5 +1,6 @@
-"""What a layer keeps and needs whose sparse attention runs in a kernel, or dense."""
+"""What a layer keeps and needs whose sparse attention, or streams, run in kernels, or dense."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,11 +11,16 @@ from components.models.glm_flash import sparse_kernels
 from components.models.glm_flash.documents import Documents
 from components.models.glm_flash.mla import SparseMlaCore
 from components.models.glm_flash.trimmed import SITES
+from kernels import row_blocks
+from kernels.backends.ops import HYPER_CONNECTIONS
 from kernels.dsa import absorbed
+from kernels.hyper_connections import fused
 from tests.unit.absorbed_support import Gathering, offer
 from tests.unit.models_support import tiny_glm
 from tests.unit.test_saved_bytes import (
     DSA_MOE,
+    KDA_DENSE,
+    NARROW,
     build,
     measured,
     peak_of,
@@ -84,3 +90,23 @@ def test_a_piece_needs_room_for_what_its_kernel_made() -> None:
     assert needed("tilelang") - needed("torch") == (
         made + chunk + latents - 2 * absorbed.CHUNK_BYTES
     )
+
+
+def test_streams_that_kernels_merge_again_whole_have_their_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where streams decide, and blocks of the trimmed parts are too small to hide them."""
+    small_budgets(monkeypatch)
+    monkeypatch.setattr(row_blocks, "ELEMENTS", 2**10)
+    monkeypatch.setattr(fused, "AGAIN", 2**20)
+    able = replace(HYPER_CONNECTIONS.backends["triton"], why_not=lambda device, shape: None)
+    monkeypatch.setitem(HYPER_CONNECTIONS.backends, "triton", able)
+    settings = tiny_glm(**NARROW, hyper_connections_kernel="triton")
+    sites, tokens = tuple(SITES), 256
+    streams = torch.randn(1, tokens, 4, settings.dim).bfloat16().requires_grad_()
+    recipe = small_recipe(settings, tokens, sites, 64, 64, True)
+    model: Any = build(settings, torch.bfloat16, sites, 64, 64, True, True)
+    layer = list(model.layers.values())[KDA_DENSE]
+    found = peak_of(layer, streams, Documents.from_lengths((tokens,)))
+    bound = settings.layer_working_set_bytes(recipe, "cpu")[KDA_DENSE]
+    assert found <= bound <= 1.25 * found

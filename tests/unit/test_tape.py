@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from components.recompute.store import Recall
-from components.recompute.tape import Tape, choice, output, recomputing, sublayer
+from components.recompute.tape import Tape, choice, output, recomputing, sublayer, unread
 
 CPU = torch.device("cpu")
 
@@ -197,6 +197,16 @@ def test_recomputing_is_known_within_second_runs_alone() -> None:
     with tape.replaying(), other.recording():
         seen.append(recomputing())
     assert seen == [False, True, True, False]
+
+
+def test_results_are_unread_where_a_region_runs_for_its_graph_alone() -> None:
+    tape, other, seen = Tape(), Tape(), [unread()]
+    for mode in (tape.recording, tape.rebuilding, tape.replaying):
+        with mode():
+            seen.append(unread())
+    with tape.replaying(), other.rebuilding():
+        seen.append(unread())
+    assert seen == [False, False, False, True, False]
 
 
 def noisy_region() -> torch.Tensor:
