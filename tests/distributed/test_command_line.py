@@ -106,7 +106,6 @@ def test_the_run_directory_tells_the_whole_story(finished: tuple[Path, str]) -> 
     assert (run / "logs/rank_1.log").is_file()
 
 
-@pytest.mark.slow
 def test_a_run_directory_replays_to_the_bit(finished: tuple[Path, str]) -> None:
     run, _ = finished
     process = start(str(run / "recipe.yaml"), 2, ["training.steps=3", f"output_dir={run}/again"])
@@ -116,7 +115,6 @@ def test_a_run_directory_replays_to_the_bit(finished: tuple[Path, str]) -> None:
     assert losses(again) == losses(run)[:3]
 
 
-@pytest.mark.slow
 def test_a_stop_and_a_crash_later_the_run_is_the_same_to_the_bit(
     finished: tuple[Path, str], tmp_path: Path
 ) -> None:
@@ -155,7 +153,6 @@ def test_a_stop_and_a_crash_later_the_run_is_the_same_to_the_bit(
     assert len(list((stopped / "history").iterdir())) == 2
 
 
-@pytest.mark.slow
 def test_ctrl_c_saves_and_the_printed_command_continues(
     finished: tuple[Path, str], tmp_path: Path
 ) -> None:

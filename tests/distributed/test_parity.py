@@ -64,7 +64,7 @@ LAYOUTS = {
         "components.llep.minimum_rows=1",
     ],
 }
-QUICK = ("fsdp2_ep2", "ep2_planned")
+QUICK = ("fsdp2", "tensor2", "fsdp2_ep2", "ep2_planned")
 
 
 def overrides(corpus: str, seed: str) -> list[str]:

@@ -21,7 +21,7 @@ from components.titan.head import RingHead, keep_head_sharded, rings_of
 from components.titan.ring_loss import RingLoss
 from tests.distributed.spawn import run_ranks
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+pytestmark = pytest.mark.distributed
 
 MINUTE = timedelta(minutes=1)
 WIDTH = 6

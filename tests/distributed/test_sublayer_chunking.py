@@ -54,7 +54,6 @@ def single(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return single_run(tmp_path_factory.mktemp("glm_chunks"), starve_rank_1=False)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_two_ranks_in_chunks_equal_one_rank_whole(layout: str, single: Path) -> None:
     seed = str(single / "seed/checkpoint/step-0")
