@@ -116,7 +116,7 @@ def _lengths(recipe: Recipe, world_size: int) -> Iterator[Problem]:
         yield Problem(
             "training.seq_len",
             f"{seq_len} is not a multiple of {unit} ({because})",
-            f"nearest legal: {nearest_multiples(seq_len, unit)}",
+            f"nearest legal: {nearest_multiples(seq_len, unit)}; or change the degree",
         )
 
 
@@ -162,11 +162,18 @@ def _degrees(recipe: Recipe, world_size: int) -> Iterator[Problem]:
             for name in DEGREES[:-1]
             if getattr(parallel, name) not in (1, -1)
         )
+        if parallel.data_parallel_shard_degree == -1:
+            product = f"a product that divides {world_size}: {_legal(world_size)}"
+            hint = f"change hardware.ranks (or NGPU=), or the degrees to {product}"
+        else:
+            hint = (
+                "change hardware.ranks (or NGPU=), a degree, or use data_parallel_shard_degree=-1"
+            )
         yield Problem(
             "parallelism",
             f"the degrees multiply to {fixed} ({parts or 'all 1'}), but the job has "
             f"{_ranks(world_size)}",
-            "change hardware.ranks (or NGPU=), a degree, or use data_parallel_shard_degree=-1",
+            hint,
         )
         return
     layers = recipe.model.n_layers
@@ -174,6 +181,10 @@ def _degrees(recipe: Recipe, world_size: int) -> Iterator[Problem]:
         message = f"{parallel.pipeline_parallel_degree} stages for model.n_layers {layers}"
         yield Problem("parallelism.pipeline_parallel_degree", message, f"use at most {layers}")
     yield from _expert_degree(recipe, world_size)
+
+
+def _legal(number: int) -> str:
+    return ", ".join(map(str, divisors(number)))
 
 
 def _ranks(number: int) -> str:
@@ -184,20 +195,15 @@ def _expert_degree(recipe: Recipe, world_size: int) -> Iterator[Problem]:
     ep = recipe.parallelism.expert_parallel_degree
     dims = ParallelDims.from_config(recipe.parallelism, world_size)
     sparse = dims.dp_shard * dims.cp * dims.tp
-    if sparse % ep:
-        legal = ", ".join(map(str, divisors(sparse)))
-        yield Problem(
-            "parallelism.expert_parallel_degree",
-            f"{ep} does not divide the {_ranks(sparse)} of one replica",
-            f"legal: {legal}",
-        )
     experts = recipe.model.n_experts
-    if experts and experts % ep:
-        legal = ", ".join(map(str, divisors(math.gcd(sparse, experts))))
+    whole = {f"the {_ranks(sparse)} of one replica": sparse}
+    if experts:
+        whole[f"the model's {experts} experts"] = experts
+    if undivided := [name for name, number in whole.items() if number % ep]:
         yield Problem(
             "parallelism.expert_parallel_degree",
-            f"{ep} does not divide the model's {experts} experts",
-            f"legal: {legal}",
+            f"{ep} does not divide {' nor '.join(undivided)}",
+            f"legal: {_legal(math.gcd(*whole.values()))}",
         )
 
 

@@ -154,7 +154,7 @@ def _methods(recipe: "Recipe", shapes: tuple[LayerShape, ...]) -> Iterator[Probl
         yield Problem(
             f"{PATH}.inner_ring",
             f"{shown(settings.inner_ring)} does not divide {DEGREE} {ranks} into inner rings",
-            f"legal: {legal} (ranks of one machine), or {PATH}.softmax=ring with "
+            f"legal: {legal} (best the ranks of one machine), or {PATH}.softmax=ring with "
             f"{PATH}.inner_ring=null",
         )
     if settings.softmax == "ulysses":
