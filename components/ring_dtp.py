@@ -9,7 +9,7 @@ from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed import ParallelDims
 
 from components.core.base import Component, MemoryTerm, Target
-from components.core.problems import Problem, divisors, nearest_multiples
+from components.core.problems import Problem, listed_divisors, nearest_multiples
 from components.core.sizes import FLOAT32, local_tokens
 from components.core.units import Tokens
 from components.titan.head import keep_head_sharded
@@ -110,7 +110,7 @@ class RingDtp(Component):
                 f"{self.path}.degree",
                 f"{degree} does not divide the number of ranks that share the model, {ranks} "
                 "(data_parallel_shard_degree x context_parallel_degree)",
-                f"legal: {', '.join(map(str, divisors(ranks)))}, or null for all",
+                f"legal: {listed_divisors(ranks)}, or null for all",
             )
         elif rows % degree:
             yield Problem(

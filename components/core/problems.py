@@ -88,6 +88,11 @@ def divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
+def listed_divisors(number: int) -> str:
+    """The same for people, as "1, 2, 4"."""
+    return ", ".join(map(str, divisors(number)))
+
+
 def nearest_multiples(value: int, unit: int) -> str:
     """The positive multiples of ``unit`` around ``value``, as "1024 or 1536"."""
     down, up = value // unit * unit, max(unit, -(-value // unit) * unit)

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Literal
 
 from torchtitan.protocols.model_spec import ModelSpec
 
-from components.core.problems import divisors
+from components.core.problems import listed_divisors
 from components.core.units import Tokens
 from components.models.moe_spec import build_moe_spec
 from components.models.position import Position
@@ -200,7 +200,7 @@ class MoEModel(TitanAttentionSettings):
                 (
                     "model.n_kv_heads",
                     f"{self.n_kv_heads} does not divide model.n_heads = {self.n_heads}; "
-                    f"legal: {', '.join(map(str, divisors(self.n_heads)))}",
+                    f"legal: {listed_divisors(self.n_heads)}",
                 )
             )
         if self.head_dim % 2 or self.head_dim < _SMALLEST_HEAD:

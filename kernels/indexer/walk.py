@@ -25,9 +25,13 @@ class WriteScores(Protocol):
     ) -> None: ...
 
 
+def _on_hopper(device: torch.device) -> bool:
+    return HOPPER.take(torch.cuda.get_device_capability(device))
+
+
 def writer(device: torch.device) -> WriteScores:
     """The kernel that suits a CUDA device."""
-    if HOPPER.take(torch.cuda.get_device_capability(device)):
+    if _on_hopper(device):
         from kernels.indexer import gluon_scores
 
         return gluon_scores.write_scores
@@ -51,7 +55,7 @@ class Choose(Protocol):
 
 def chooser(device: torch.device) -> Choose:
     """The selection that suits a device; on a CPU the one that Triton's interpreter runs."""
-    if device.type == "cuda" and HOPPER.take(torch.cuda.get_device_capability(device)):
+    if device.type == "cuda" and _on_hopper(device):
         from kernels.indexer import gluon_topk
 
         return gluon_topk.choose

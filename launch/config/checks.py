@@ -13,7 +13,13 @@ from torchtitan.config.override import apply_overrides
 from torchtitan.distributed import ParallelDims
 
 from components.core.base import Target
-from components.core.problems import Problem, RecipeError, divisors, nearest_multiples, shown
+from components.core.problems import (
+    Problem,
+    RecipeError,
+    listed_divisors,
+    nearest_multiples,
+    shown,
+)
 from components.core.recipe import Recipe
 from components.core.registry import enabled_components
 from components.core.sizes import compute_itemsize
@@ -163,7 +169,7 @@ def _degrees(recipe: Recipe, world_size: int) -> Iterator[Problem]:
             if getattr(parallel, name) not in (1, -1)
         )
         if parallel.data_parallel_shard_degree == -1:
-            product = f"a product that divides {world_size}: {_legal(world_size)}"
+            product = f"a product that divides {world_size}: {listed_divisors(world_size)}"
             hint = f"change hardware.ranks (or NGPU=), or the degrees to {product}"
         else:
             hint = (
@@ -183,10 +189,6 @@ def _degrees(recipe: Recipe, world_size: int) -> Iterator[Problem]:
     yield from _expert_degree(recipe, world_size)
 
 
-def _legal(number: int) -> str:
-    return ", ".join(map(str, divisors(number)))
-
-
 def _ranks(number: int) -> str:
     return f"{number} rank{'' if number == 1 else 's'}"
 
@@ -203,7 +205,7 @@ def _expert_degree(recipe: Recipe, world_size: int) -> Iterator[Problem]:
         yield Problem(
             "parallelism.expert_parallel_degree",
             f"{ep} does not divide {' nor '.join(undivided)}",
-            f"legal: {_legal(math.gcd(*whole.values()))}",
+            f"legal: {listed_divisors(math.gcd(*whole.values()))}",
         )
 
 

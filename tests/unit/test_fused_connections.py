@@ -29,7 +29,7 @@ from kernels.hyper_connections.merge import merge_reference
 from kernels.hyper_connections.naive import Constants
 from tests.swaps import swap_parts
 from tests.training import losses, small_overrides, train, write_corpus
-from tests.unit.kernel_support import draw
+from tests.unit.kernel_support import draw, first_form
 from tests.unit.models_support import tiny_glm
 
 ROOT = Path(__file__).parents[2]
@@ -227,17 +227,7 @@ def source_of(name: str) -> Any:
 @pytest.mark.parametrize("name", KERNELS)
 def test_products_with_numbers_of_tokens_are_64_bit(name: str) -> None:
     """Addresses of rows: a batch of 128K tokens has 2^31 numbers in its streams."""
-    from triton._C.libtriton import ir
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import make_backend
-
-    target = GPUTarget("cuda", 90, 32)
-    backend, context = make_backend(target), ir.context()
-    options = backend.parse_options({})
-    ir.load_dialects(context)
-    backend.load_dialects(context)
-    code, modules = backend.get_codegen_implementation(options), backend.get_module_map()
-    text = str(source_of(name).make_ir(target, options, code, modules, context))
+    text = first_form(source_of(name))
     products = re.findall(r"= arith\.muli %(?:row|rows|t)[_\d]*, .*?(?:x|: )(i\d+)[>,\s]", text)
     assert set(products) == {"i64"}, products
 

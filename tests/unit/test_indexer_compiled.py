@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from tests.unit.kernel_support import first_form
+
 LAUNCHES = {
     "triton_topk._select_kernel": ({"STAGE": 1, "SLOTS": 512, "GROUP": 16, "ROOM": 8}, {}),
     "triton_scores._scores_kernel": (
@@ -63,25 +65,10 @@ def source_of(name: str) -> Any:
     ],
 )
 def test_offsets_of_rows_are_64_bit(name, addresses):
-    text = first_form(name)
+    text = first_form(source_of(name))
     products = re.findall(r"%([a-z_]+?)(?:_\d+)? = arith\.muli .*?(?:x|: )(i\d+)[>,\s]", text)
     kinds = {name: kind for name, kind in products if name in addresses}
     assert kinds == dict.fromkeys(addresses, "i64"), products
-
-
-def first_form(name: str) -> str:
-    """A kernel as Triton first writes it down."""
-    from triton._C.libtriton import ir
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import make_backend
-
-    target = GPUTarget("cuda", 90, 32)
-    backend, context = make_backend(target), ir.context()
-    options = backend.parse_options({})
-    ir.load_dialects(context)
-    backend.load_dialects(context)
-    code, modules = backend.get_codegen_implementation(options), backend.get_module_map()
-    return str(source_of(name).make_ir(target, options, code, modules, context))
 
 
 @pytest.mark.parametrize("name", [name for name in LAUNCHES if name.startswith("gluon")])

@@ -11,7 +11,7 @@ import torch
 
 from components.context_parallel.collectives import Direction, collect, send_rows, sum_shares
 from components.context_parallel.share import Share
-from components.context_parallel.softmax.reach import Reach, add_leaving
+from components.context_parallel.softmax.reach import Reach, add_leaving, add_ranges
 
 
 class Fetch(Protocol):
@@ -115,11 +115,7 @@ class SendSeen:
             torch.cat([sums[:0], *(piece.to(sums.dtype) for piece in ordered)]),
             messages.receive, messages.send, share.link, "window.gradients", "backward",
         )  # fmt: skip
-        begin = 0
-        for _, some in messages.leaving:
-            end = begin + some.stop - some.start
-            sums[some] += arrived[begin:end]
-            begin = end
+        add_ranges(sums, arrived, (some for _, some in messages.leaving))
 
 
 class _Messages:

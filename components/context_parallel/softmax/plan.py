@@ -16,7 +16,7 @@ from components.context_parallel.softmax.held import Held
 from components.context_parallel.softmax.rings import Rings
 from components.context_parallel.softmax.volume import softmax_volume
 from components.context_parallel.volume import Volume
-from components.core.problems import Problem, divisors, shown
+from components.core.problems import Problem, divisors, listed_divisors, shown
 from components.core.sizes import compute_itemsize
 from components.models.titan_attention import TitanAttentionSettings
 from components.titan.cp_attention import LayerShape, layer_shapes, share_attention
@@ -146,7 +146,6 @@ def _kernels(model: TitanAttentionSettings) -> Iterator[Problem]:
 def _methods(recipe: "Recipe", shapes: tuple[LayerShape, ...]) -> Iterator[Problem]:
     settings = recipe.components.context_parallel
     ranks = recipe.parallelism.context_parallel_degree
-    legal = ", ".join(map(str, divisors(ranks)))
     if settings.softmax != "double_ring":
         because = f"{PATH}.softmax is {settings.softmax!r}, and double_ring alone has inner rings"
         yield from no_effect(settings, "inner_ring", None, because)
@@ -154,8 +153,8 @@ def _methods(recipe: "Recipe", shapes: tuple[LayerShape, ...]) -> Iterator[Probl
         yield Problem(
             f"{PATH}.inner_ring",
             f"{shown(settings.inner_ring)} does not divide {DEGREE} {ranks} into inner rings",
-            f"legal: {legal} (best the ranks of one machine), or {PATH}.softmax=ring with "
-            f"{PATH}.inner_ring=null",
+            f"legal: {listed_divisors(ranks)} (best the ranks of one machine), or "
+            f"{PATH}.softmax=ring with {PATH}.inner_ring=null",
         )
     if settings.softmax == "ulysses":
         for heads in dict.fromkeys(s.heads for s in shapes if s.window is None):

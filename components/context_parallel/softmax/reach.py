@@ -1,5 +1,6 @@
 """Which tokens of a part others see: only the end of a document that goes on in the next part."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -98,8 +99,13 @@ def add_leaving(sums: torch.Tensor, more: torch.Tensor, share: Share, reach: Rea
         sums: (n, ...), this rank's.
         more: (rows that leave, ...).
     """
+    add_ranges(sums, more, reach.leaving_rows(share.rank))
+
+
+def add_ranges(sums: torch.Tensor, more: torch.Tensor, ranges: Iterable[slice]) -> None:
+    """Add the rows of ``more``, in order, to these rows of ``sums``, in place."""
     begin = 0
-    for some in reach.leaving_rows(share.rank):
+    for some in ranges:
         end = begin + some.stop - some.start
         sums[some] += more[begin:end]
         begin = end
