@@ -20,6 +20,10 @@ CHUNK_BYTES = 2**30
 """Default memory of the queries that are computed together: their masks, and where torch has no
 fused kernel for masked attention their logits."""
 
+MOST_ELEMENTS = 2**31 - 1
+"""Of the keys and values that torch's fused kernels take at once: they count in int32, and give nan
+beyond it without a word."""
+
 
 class _Window(NamedTuple):
     """Queries ``rows`` and the tokens that any of them may see."""
@@ -43,21 +47,48 @@ def sparse_mla(
     """See ``kernels.dsa.plain.sparse_mla``: the same function, in q's dtype.
 
     Queries are those of consecutive tokens. Keeps its inputs for backward and computes the rest
-    again. Working memory: keys and values of all tokens and heads in q's dtype, in backward their
-    gradients in float32, and ``chunk_bytes``. One wait for the device per call: the documents'
-    starts come to the host.
+    again. Working memory: keys and values of all tokens and ``heads_together`` in q's dtype, in
+    backward their gradients in float32, and ``chunk_bytes``. One wait for the device per call: the
+    documents' starts come to the host.
 
     Args:
         chunk_bytes: for the queries that are computed together, in float32.
+
+    Raises:
+        ValueError: more tokens than a fused kernel can address for one head.
     """
     arguments = q, latent, kv_b, pools, position, start
     return _Dense.apply(*arguments, size, scale, chunk_bytes)
 
 
-def _expand(latent: torch.Tensor, kv_b: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """Keys and values of all tokens: (heads, T, d_qk + d_v) in the dtype of q."""
-    expanded = latent.to(q.dtype) @ kv_b.to(q.dtype).t()
-    return expanded.view(len(latent), q.shape[1], -1).transpose(0, 1)
+def heads_together(tokens: int, heads: int, width: int) -> int:
+    """Heads whose keys and values, ``width`` elements of a token and head, one kernel addresses.
+
+    Raises:
+        ValueError: not even those of one head.
+    """
+    if tokens * width > MOST_ELEMENTS:
+        raise ValueError(
+            f"model.sparse_mla_kernel=dense: keys and values of one head over {tokens:,} tokens are"
+            f" {tokens * width:,} elements; torch's kernels address up to {MOST_ELEMENTS:,}: legal"
+            f" are up to {MOST_ELEMENTS // width:,} tokens, or another model.sparse_mla_kernel"
+        )
+    most = max(1, MOST_ELEMENTS // max(1, tokens * width))
+    return -(-heads // -(-heads // most))
+
+
+def _head_groups(latent: torch.Tensor, kv_b: torch.Tensor, heads: int) -> list[slice]:
+    each = heads_together(len(latent), heads, len(kv_b) // heads)
+    return [slice(h, min(h + each, heads)) for h in range(0, heads, each)]
+
+
+def _expand(
+    latent: torch.Tensor, kv_b: torch.Tensor, q: torch.Tensor, some: slice
+) -> torch.Tensor:
+    """Keys and values of all tokens and some heads: (h, T, d_qk + d_v) in the dtype of q."""
+    maps = kv_b.unflatten(0, (q.shape[1], -1))[some]
+    expanded = latent.to(q.dtype) @ maps.flatten(0, 1).to(q.dtype).t()
+    return expanded.unflatten(1, maps.shape[:2]).transpose(0, 1)
 
 
 def _windows(
@@ -119,11 +150,16 @@ class _Dense(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(q, latent, kv_b, pools, position, start)
         ctx.rest = size, scale, chunk_bytes
-        expanded = _expand(latent, kv_b, q)
-        out = q.new_empty(*q.shape[:2], expanded.shape[2] - q.shape[2])
-        for window in _windows(position, start, q.shape[1], chunk_bytes):
-            mask = _mask(window, pools, position, start, size)
-            out[window.rows] = _attend(q[window.rows], expanded[:, window.seen], mask, scale)
+        heads = q.shape[1]
+        groups = _head_groups(latent, kv_b, heads)
+        windows = list(_windows(position, start, groups[0].stop, chunk_bytes))
+        out = q.new_empty(*q.shape[:2], len(kv_b) // heads - q.shape[2])
+        for some in groups:
+            expanded = _expand(latent, kv_b, q, some)
+            for window in windows:
+                mask = _mask(window, pools, position, start, size)
+                part = q[window.rows, some]
+                out[window.rows, some] = _attend(part, expanded[:, window.seen], mask, scale)
         return out
 
     @staticmethod
@@ -131,18 +167,27 @@ class _Dense(torch.autograd.Function):
     def backward(ctx: Any, grad_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, latent, kv_b, pools, position, start = ctx.saved_tensors
         size, scale, chunk_bytes = ctx.rest
-        leaves = latent.detach().requires_grad_(), kv_b.detach().requires_grad_()
-        with torch.enable_grad():
-            expanded = _expand(*leaves, q)
-        grad_q = torch.empty_like(q)
-        total = torch.zeros_like(expanded, dtype=accumulation_dtype(q.dtype))
-        for rows, seen in _windows(position, start, q.shape[1], chunk_bytes):
-            mask = _mask(_Window(rows, seen), pools, position, start, size)
-            some = q[rows].detach().requires_grad_()
-            keys_values = expanded[:, seen].detach().requires_grad_()
+        groups = _head_groups(latent, kv_b, q.shape[1])
+        windows = list(_windows(position, start, groups[0].stop, chunk_bytes))
+        grad_q, grad_kv_b = torch.empty_like(q), torch.zeros_like(kv_b)
+        grad_latent = torch.zeros_like(latent, dtype=accumulation_dtype(latent.dtype))
+        for some in groups:
+            leaves = latent.detach().requires_grad_(), kv_b.detach().requires_grad_()
             with torch.enable_grad():
-                out = _attend(some, keys_values, mask, scale)
-            grad_q[rows], found = torch.autograd.grad(out, (some, keys_values), grad_out[rows])
-            total[:, seen] += found
-        of_maps = torch.autograd.grad(expanded, leaves, total.to(q.dtype))
-        return grad_q, *of_maps, *(None,) * 6
+                expanded = _expand(*leaves, q, some)
+            total = torch.zeros_like(expanded, dtype=accumulation_dtype(q.dtype))
+            for window in windows:
+                rows, seen = window
+                mask = _mask(window, pools, position, start, size)
+                part = q[rows, some].detach().requires_grad_()
+                keys_values = expanded[:, seen].detach().requires_grad_()
+                with torch.enable_grad():
+                    out = _attend(part, keys_values, mask, scale)
+                grad_q[rows, some], found = torch.autograd.grad(
+                    out, (part, keys_values), grad_out[rows, some]
+                )
+                total[:, seen] += found
+            of_latent, of_kv_b = torch.autograd.grad(expanded, leaves, total.to(q.dtype))
+            grad_latent += of_latent
+            grad_kv_b += of_kv_b  # zero outside of these heads
+        return grad_q, grad_latent.to(latent.dtype), grad_kv_b, *(None,) * 6

@@ -153,6 +153,18 @@ def test_the_dense_baseline(chunk_bytes: int, exact: list[torch.Tensor]) -> None
     assert_near(train(dense.sparse_mla, *make(), chunk_bytes=chunk_bytes), exact)
 
 
+def test_the_dense_baseline_beyond_what_a_kernel_addresses() -> None:
+    """Keys and values of 131,072 tokens and 64 heads are 2**32 elements."""
+    tokens, queries = 2**17, 64
+    position = torch.arange(tokens - queries, tokens, device="cuda")
+    chosen = torch.rand(queries, tokens // SIZE - queries, device="cuda").topk(COUNT).indices
+    place = chosen.sort().values.int(), position, torch.zeros_like(position)
+    kv_b = draw(HEADS * 2 * WIDTH, RANK, seed=6) * RANK**-0.5
+    inputs = [draw(queries, HEADS, WIDTH, seed=4), draw(tokens, RANK, seed=5), kv_b]
+    wanted = train(plain.sparse_mla, [x.float() for x in inputs], place)
+    assert_near(train(dense.sparse_mla, inputs, place), wanted)
+
+
 def test_memory_of_a_chunk_is_what_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels that make nothing but their results: 32,768 queries need no more than 4,096 do."""
 

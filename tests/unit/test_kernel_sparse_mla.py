@@ -188,6 +188,31 @@ def test_the_dense_baseline_computes_the_same_function(
     torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.parametrize("together", [1, 2, HEADS])
+def test_the_dense_baseline_takes_no_more_heads_than_a_kernel_addresses(
+    together: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs, place = make((7, 1, 24))
+    q, latent, kv_b = inputs
+    width = len(kv_b) // HEADS
+    monkeypatch.setattr(dense, "MOST_ELEMENTS", (together + 1) * len(latent) * width - 1)
+    seen = []
+    attend = dense._attend
+    monkeypatch.setattr(dense, "_attend", lambda q, *a: seen.append(q.shape[1]) or attend(q, *a))
+    found = train(dense.sparse_mla, inputs, place)
+    torch.testing.assert_close(found, train(plain.sparse_mla, inputs, place))
+    assert max(seen) <= together and set(seen) >= {min(together, HEADS)}
+
+
+def test_the_dense_baseline_refuses_a_head_that_no_kernel_addresses() -> None:
+    assert dense.heads_together(2**16, 64, 512) == 32
+    assert dense.heads_together(2**16 - 1, 64, 512) == 64
+    assert dense.heads_together(2**20, 64, 512) == 3
+    assert dense.heads_together(0, 64, 512) == 64
+    with pytest.raises(ValueError, match=r"sparse_mla_kernel=dense.*4,194,304 tokens.*4,194,303"):
+        dense.heads_together(2**22, 64, 512)
+
+
 def test_the_dense_baseline_holds_few_queries_of_a_later_piece_at_a_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

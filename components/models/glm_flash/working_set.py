@@ -22,7 +22,7 @@ temporary tensors per token while a part runs backward:
   keys and values and their gradients in float32; and by ``model.sparse_mla_kernel``: "torch", two
   chunks of queries (``kernels.dsa.absorbed``); "tilelang", one of ``model.sparse_mla_chunk``, the
   latents in the compute dtype and their gradient in float32, in a piece also latent outputs and
-  LSE, hre + 4h; "dense", one such chunk, and keys and values of all heads with their gradients,
+  LSE, hre + 4h; "dense", one such chunk, and keys and values of heads_together with their gradients,
   h (d_q + d_v) (2e + 4).
 * SwiGLU: as many gradients as tensors were kept.
 * MoE: beyond what was kept, the most of: the shared experts' SwiGLU; gradients of outputs KDe; of
@@ -67,7 +67,7 @@ from components.models.glm_flash.sparse_kernels import choose_sparse_mla
 from components.models.glm_flash.tensor_parallel import part_of_rank
 from kernels import row_blocks
 from kernels.backends.registry import REFERENCE
-from kernels.dsa import absorbed
+from kernels.dsa import absorbed, dense
 from kernels.hyper_connections import fused
 from kernels.kda.chunked import SEGMENT
 from kernels.kda.chunks import CHUNK
@@ -288,10 +288,11 @@ class _Layer:
         queries, values = model.n_heads * model.qk_head_dim, model.n_heads * model.v_head_dim
         row = e * (queries + values + 2 * model.q_lora_rank + 2 * model.kv_lora_rank)
         maps = 4 * FLOAT32 * (queries + values) * model.kv_lora_rank
-        chunks = {
-            "torch": 2 * absorbed.CHUNK_BYTES,
-            "dense": model.sparse_mla_chunk + self.tokens * (queries + values) * (2 * e + FLOAT32),
-        }
+        chunks = {"torch": 2 * absorbed.CHUNK_BYTES}
+        if self.form.sparse_mla == "dense":
+            width = model.qk_head_dim + model.v_head_dim
+            expanded = self.tokens * dense.heads_together(self.tokens, model.n_heads, width) * width
+            chunks["dense"] = model.sparse_mla_chunk + expanded * (2 * e + FLOAT32)
         latents = self.tokens * model.kv_lora_rank * (e + FLOAT32)
         kernel = model.sparse_mla_chunk + latents
         chunk = chunks.get(self.form.sparse_mla, kernel)
