@@ -82,9 +82,7 @@ def _head_groups(latent: torch.Tensor, kv_b: torch.Tensor, heads: int) -> list[s
     return [slice(h, min(h + each, heads)) for h in range(0, heads, each)]
 
 
-def _expand(
-    latent: torch.Tensor, kv_b: torch.Tensor, q: torch.Tensor, some: slice
-) -> torch.Tensor:
+def _expand(latent: torch.Tensor, kv_b: torch.Tensor, q: torch.Tensor, some: slice) -> torch.Tensor:
     """Keys and values of all tokens and some heads: (h, T, d_qk + d_v) in the dtype of q."""
     maps = kv_b.unflatten(0, (q.shape[1], -1))[some]
     expanded = latent.to(q.dtype) @ maps.flatten(0, 1).to(q.dtype).t()

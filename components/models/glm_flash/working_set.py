@@ -22,8 +22,8 @@ temporary tensors per token while a part runs backward:
   keys and values and their gradients in float32; and by ``model.sparse_mla_kernel``: "torch", two
   chunks of queries (``kernels.dsa.absorbed``); "tilelang", one of ``model.sparse_mla_chunk``, the
   latents in the compute dtype and their gradient in float32, in a piece also latent outputs and
-  LSE, hre + 4h; "dense", one such chunk, and keys and values of heads_together with their gradients,
-  h (d_q + d_v) (2e + 4).
+  LSE, hre + 4h; "dense", one such chunk, and keys and values of ``heads_together`` with their
+  gradients, h (d_q + d_v) (2e + 4).
 * SwiGLU: as many gradients as tensors were kept.
 * MoE: beyond what was kept, the most of: the shared experts' SwiGLU; gradients of outputs KDe; of
   activations KIe; and, with outputs, activations, gate and up gone again, gradients of gate and up
