@@ -27,6 +27,8 @@ HOPPER = Gpus("sm_90 (H100, H200)", lambda found: found == (9, 0))
 """For kernels in the matrix and bulk-copy instructions of that architecture alone."""
 
 AMPERE_ON = Gpus("sm_80 or newer", lambda found: found >= (8, 0))
+ADA_ON = Gpus("sm_89 or newer", lambda found: found >= (8, 9))
+"""For products of fp8."""
 
 
 def why_not(package: str, device: str, gpus: Gpus, shape: Shape) -> str | None:

@@ -82,6 +82,7 @@ class IndexerKernels(Protocol):
         count: int,
         scale: float,
         begin: int = 0,
+        key_factors: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See ``kernels.dsa.select.select_pools``. A query's row depends on nothing but its own
         inputs and the keys, to the bit: not on the other queries of the call."""

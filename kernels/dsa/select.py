@@ -139,6 +139,7 @@ def select_pools(
     count: int,
     scale: float,
     begin: int = 0,
+    key_factors: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Choose the ``count`` best complete pools of each query's document.
 
@@ -157,6 +158,7 @@ def select_pools(
         count: pools to choose, >= 1.
         scale: factor on every product of query and key.
         begin: the first query's token, in the batch.
+        key_factors: float32 (P,) above 0, factors on the scores of each pool; None: all 1.
 
     Returns:
         int32 (Q, min(count, most pools of any document)): pools numbered from their document's
@@ -177,5 +179,7 @@ def select_pools(
         column = torch.arange(p1 - p0, device=queries.device)
         allowed = (column >= first.unsqueeze(1)) & (column < open_until.unsqueeze(1))
         scores = pool_scores(queries[rows], weights[rows], keys[p0:p1], scale)
+        if key_factors is not None:
+            scores *= key_factors[p0:p1]
         chosen[rows] = compact(best_pools(scores, allowed, count), first, width)
     return chosen

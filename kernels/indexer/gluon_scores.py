@@ -29,13 +29,18 @@ COLUMNS = 256
 _SEGMENT = 2048
 """Pools that one program walks over: enough to pay for its queries, few enough to balance."""
 _WARPS = 4
+_DTYPES = {
+    torch.bfloat16: gl.bfloat16,
+    torch.float16: gl.float16,
+    torch.float8_e4m3fn: gl.float8e4nv,
+}
 _ALL = tl.constexpr(tl.PropagateNan.ALL)
 
 
 @gluon.constexpr_function
-def _products_layout(columns):  # type: ignore[no-untyped-def]
+def _products_layout(columns, bits):  # type: ignore[no-untyped-def]
     return gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16]
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 256 // bits]
     )
 
 
@@ -92,15 +97,17 @@ def _by_thread(x, QUERIES: gl.constexpr, HEADS: gl.constexpr):  # type: ignore[n
 
 
 @gluon.jit
-def _multiply(k_tile, q_half):  # type: ignore[no-untyped-def]
+def _multiply(k_tile, q_half, BITS: gl.constexpr):  # type: ignore[no-untyped-def]
     columns: gl.constexpr = q_half.shape[0]
-    zeros = gl.zeros([k_tile.shape[0], columns], gl.float32, _products_layout(columns))
+    zeros = gl.zeros([k_tile.shape[0], columns], gl.float32, _products_layout(columns, BITS))
     return warpgroup_mma(k_tile, q_half.permute((1, 0)), zeros, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def _weights_by_thread(weights, row, stop, scale, QUERIES: gl.constexpr, HEADS: gl.constexpr):  # type: ignore[no-untyped-def]
-    products: gl.constexpr = _products_layout(QUERIES * HEADS)
+def _weights_by_thread(  # type: ignore[no-untyped-def]
+    weights, row, stop, scale, QUERIES: gl.constexpr, HEADS: gl.constexpr, BITS: gl.constexpr
+):  # fmt: skip
+    products: gl.constexpr = _products_layout(QUERIES * HEADS, BITS)
     column = row + gl.arange(0, QUERIES * HEADS, gl.SliceLayout(0, products))
     w = gl.load(weights + column, mask=column < stop, other=0.0)
     # The scale is above zero, so it may follow the relu.
@@ -111,7 +118,7 @@ def _weights_by_thread(weights, row, stop, scale, QUERIES: gl.constexpr, HEADS: 
 
 @gluon.jit
 def _finish(  # type: ignore[no-untyped-def]
-    x, w, lowest, highest, scores, best, query0, stop, at, p0, width,
+    x, w, lowest, highest, scores, best, query0, stop, at, p0, width, key_factors, pools,
     QUERIES: gl.constexpr, HEADS: gl.constexpr, POOLS: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """Add up heads; store the scores of pools from ``at`` and of queries from ``query0``, which
@@ -121,6 +128,9 @@ def _finish(  # type: ignore[no-untyped-def]
     part = _add_heads(_by_thread(x, QUERIES, HEADS), w, None)
     score = gl.sum(gl.convert_layout(part, partial), 2)
     pool = gl.arange(0, POOLS, gl.SliceLayout(1, summed))
+    if key_factors is not None:
+        factor = gl.load(key_factors + (pool + at), mask=pool + at < pools, other=0.0)
+        score = score * gl.expand_dims(factor, 1)
     query = query0 + gl.arange(0, QUERIES, gl.SliceLayout(0, summed))
     to_score = scores + gl.expand_dims(query.to(gl.int64) * width, 0)
     to_score += gl.expand_dims(pool - p0, 1)
@@ -136,11 +146,11 @@ def _finish(  # type: ignore[no-untyped-def]
     gl.store(to_best + gl.expand_dims(place, 1), top, mask=gl.expand_dims(nth < stop, 0))
 
 
-@gluon.jit(do_not_specialize=["q0", "q1", "p0", "width"])
+@gluon.jit(do_not_specialize=["q0", "q1", "p0", "width", "pools"])
 def _scores_kernel(  # type: ignore[no-untyped-def]
     queries, weights, keys, first, end, scores, best, scale, q0, q1, p0, width, segment,
-    HEADS: gl.constexpr, DIM: gl.constexpr, QUERIES: gl.constexpr, POOLS: gl.constexpr,
-    GROUP: gl.constexpr,
+    key_factors, pools, HEADS: gl.constexpr, DIM: gl.constexpr, QUERIES: gl.constexpr,
+    POOLS: gl.constexpr, GROUP: gl.constexpr, BITS: gl.constexpr,
 ):  # fmt: skip
     # QUERIES are those of a half.
     by_query: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, _partial_layout(QUERIES)))
@@ -175,8 +185,8 @@ def _scores_kernel(  # type: ignore[no-untyped-def]
         there = begin + i * POOLS < stop
         mbarrier.expect(arrived.index(i), keys.nbytes_per_cta, pred=there)
         tma.async_load(keys, [begin + i * POOLS, 0], arrived.index(i), k_tiles.index(i), pred=there)
-    w_a = _weights_by_thread(weights, row_a, q1 * HEADS, scale, QUERIES, HEADS)
-    w_b = _weights_by_thread(weights, row_b, q1 * HEADS, scale, QUERIES, HEADS)
+    w_a = _weights_by_thread(weights, row_a, q1 * HEADS, scale, QUERIES, HEADS, BITS)
+    w_b = _weights_by_thread(weights, row_b, q1 * HEADS, scale, QUERIES, HEADS, BITS)
 
     mbarrier.wait(arrived.index(2), 0)
     # Two tiles in a round, with nothing in flight at its end: else products would not overlap with
@@ -187,15 +197,15 @@ def _scores_kernel(  # type: ignore[no-untyped-def]
         second = at + POOLS < stop
         rows = gl.where(second, q1 - q0, 0)
         mbarrier.wait(arrived.index(0), phase)
-        a = _multiply(k_tiles.index(0), q_tile.index(0))
-        b = _multiply(k_tiles.index(0), q_tile.index(1))
+        a = _multiply(k_tiles.index(0), q_tile.index(0), BITS)
+        b = _multiply(k_tiles.index(0), q_tile.index(1), BITS)
         a = warpgroup_mma_wait(1, deps=[a])
         _finish(
             a, w_a, lowest_a, highest_a, scores, best, query_a, q1 - q0, at, p0, width,
-            QUERIES, HEADS, POOLS, GROUP,
+            key_factors, pools, QUERIES, HEADS, POOLS, GROUP,
         )  # fmt: skip
         mbarrier.wait(arrived.index(1), phase, pred=second)
-        a = _multiply(k_tiles.index(1), q_tile.index(0))
+        a = _multiply(k_tiles.index(1), q_tile.index(0), BITS)
         b = warpgroup_mma_wait(1, deps=[b])
         gl.barrier()
         ahead = at + 2 * POOLS < stop
@@ -203,13 +213,13 @@ def _scores_kernel(  # type: ignore[no-untyped-def]
         tma.async_load(keys, [at + 2 * POOLS, 0], arrived.index(0), k_tiles.index(0), pred=ahead)
         _finish(
             b, w_b, lowest_b, highest_b, scores, best, query_b, q1 - q0, at, p0, width,
-            QUERIES, HEADS, POOLS, GROUP,
+            key_factors, pools, QUERIES, HEADS, POOLS, GROUP,
         )  # fmt: skip
-        b = _multiply(k_tiles.index(1), q_tile.index(1))
+        b = _multiply(k_tiles.index(1), q_tile.index(1), BITS)
         a = warpgroup_mma_wait(1, deps=[a])
         _finish(
             a, w_a, lowest_a, highest_a, scores, best, query_a, rows, at + POOLS, p0, width,
-            QUERIES, HEADS, POOLS, GROUP,
+            key_factors, pools, QUERIES, HEADS, POOLS, GROUP,
         )  # fmt: skip
         b = warpgroup_mma_wait(0, deps=[b])
         gl.barrier()
@@ -218,14 +228,13 @@ def _scores_kernel(  # type: ignore[no-untyped-def]
         tma.async_load(keys, [at + 3 * POOLS, 0], arrived.index(1), k_tiles.index(1), pred=ahead)
         _finish(
             b, w_b, lowest_b, highest_b, scores, best, query_b, rows, at + POOLS, p0, width,
-            QUERIES, HEADS, POOLS, GROUP,
+            key_factors, pools, QUERIES, HEADS, POOLS, GROUP,
         )  # fmt: skip
 
 
 def _descriptor(rows: torch.Tensor, block: int) -> TensorDescriptor:
     shape = [block, rows.shape[1]]
-    dtype = gl.bfloat16 if rows.dtype == torch.bfloat16 else gl.float16
-    layout = gl.NVMMASharedLayout.get_default_for(shape, dtype)
+    layout = gl.NVMMASharedLayout.get_default_for(shape, _DTYPES[rows.dtype])
     # Of a single row the stride may be anything.
     return TensorDescriptor(rows, list(rows.shape), [rows.shape[1], 1], shape, layout)
 
@@ -239,6 +248,7 @@ def write_scores(
     space: Workspace,
     window: Window,
     scale: float,
+    key_factors: torch.Tensor | None = None,
 ) -> None:
     """See ``triton_scores.write_scores``."""
     heads, dim = queries.shape[1:]
@@ -251,5 +261,6 @@ def write_scores(
         _descriptor(queries.flatten(0, 1), COLUMNS // 2), weights, _descriptor(keys, TILE),
         first, end, space.scores, space.best, scale,
         window.q0, window.q1, window.p0, window.width, segment=_SEGMENT,
-        HEADS=heads, DIM=dim, QUERIES=per_program // 2, POOLS=TILE, GROUP=GROUP, num_warps=_WARPS,
+        key_factors=key_factors, pools=len(keys), HEADS=heads, DIM=dim, QUERIES=per_program // 2,
+        POOLS=TILE, GROUP=GROUP, BITS=8 * keys.itemsize, num_warps=_WARPS,
     )  # fmt: skip

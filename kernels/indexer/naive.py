@@ -17,6 +17,7 @@ def select(
     count: int,
     scale: float,
     cap_bytes: int,
+    key_factors: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See ``kernels.indexer.op.select``; any float dtype, any device, any heads and d.
 
@@ -38,6 +39,8 @@ def select(
             column = torch.arange(window.p0, window.p0 + len(pools), device=keys.device)
             allowed = (column >= first[rows, None]) & (column < end[rows, None])
             scores = pool_scores(queries[rows], weights[rows], pools, scale)
+            if key_factors is not None:
+                scores *= key_factors[window.p0 : window.p0 + len(pools)]
             found = best_pools(scores, allowed, count)
             chosen[rows] = compact(found, first[rows] - window.p0, count)
     return chosen

@@ -5,14 +5,14 @@ from typing import Literal
 
 import torch
 
-from kernels.backends.machine import AMPERE_ON
+from kernels.backends.machine import ADA_ON, AMPERE_ON
 from kernels.dsa.pooling import Pools
-from kernels.indexer import naive
+from kernels.indexer import fp8, naive
 from kernels.indexer.windows import CAP_BYTES, Window, plan
 from kernels.precision import accumulation_dtype
 
 Backend = Literal["triton", "torch"]
-DTYPES = (torch.bfloat16, torch.float16)
+DTYPES = (torch.bfloat16, torch.float16, fp8.FORMAT)
 HEADS = (8, 16, 32, 64)
 DIMS = (64, 128)
 MOST_CHOSEN = 2048
@@ -30,8 +30,9 @@ def refusal(queries: torch.Tensor, count: int) -> str | None:
     heads, dim = queries.shape[1:]
     if not queries.is_cuda:
         return f"they run on CUDA only, and queries are on {queries.device}"
-    if not AMPERE_ON.take(torch.cuda.get_device_capability(queries.device)):
-        return "they want a GPU of compute capability 8.0 or newer"
+    gpus, least = (ADA_ON, "8.9") if queries.dtype == fp8.FORMAT else (AMPERE_ON, "8.0")
+    if not gpus.take(torch.cuda.get_device_capability(queries.device)):
+        return f"for {queries.dtype} they want a GPU of compute capability {least} or newer"
     if importlib.util.find_spec("triton") is None:
         return "the package triton is not installed"
     if queries.dtype not in DTYPES:
@@ -58,6 +59,7 @@ def select(
     scale: float,
     cap_bytes: int = CAP_BYTES,
     backend: Backend = "triton",
+    key_factors: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Choose the ``count`` best pools of each query's range; ties go to the lowest pool.
 
@@ -76,6 +78,8 @@ def select(
         scale: factor on every product of query and key, above 0.
         cap_bytes: of plain torch's products of one window; ``plan`` caps the kernels' memory.
         backend: "triton" for the kernels, "torch" for the definition.
+        key_factors: float32 (P,) above 0, factors on the scores of each pool, which fp8 keys come
+            with (``fp8.in_fp8``); None for keys of another dtype.
 
     Returns:
         int32 (Q, count): pools counted from ``first``, ascending, then -1.
@@ -84,6 +88,7 @@ def select(
         ValueError: shapes, dtypes or devices that do not fit; a backend that cannot run them.
     """
     _check(queries, weights, keys, first, end, windows, count, scale)
+    _check_factors(keys, key_factors)
     if backend == "triton":
         reason = refusal(queries, count)
         widest = max((window.widest for window in windows), default=0)
@@ -96,7 +101,9 @@ def select(
     elif backend != "torch":
         raise ValueError(f"backend: {backend!r}; legal: 'triton', 'torch'")
     flat = [number for window in windows for number in window]
-    return _select(queries, weights, keys, first, end, flat, count, scale, cap_bytes, backend)
+    return _select(
+        queries, weights, keys, first, end, flat, count, scale, cap_bytes, backend, key_factors
+    )
 
 
 @torch.library.custom_op("indexer::select", mutates_args=())
@@ -111,16 +118,20 @@ def _select(
     scale: float,
     cap_bytes: int,
     backend: str,
+    key_factors: torch.Tensor | None,
 ) -> torch.Tensor:
     fields = len(Window._fields)
     parts = tuple(Window(*windows[i : i + fields]) for i in range(0, len(windows), fields))
     if backend == "torch":
-        return naive.select(queries, weights, keys, first, end, parts, count, scale, cap_bytes)
+        return naive.select(
+            queries, weights, keys, first, end, parts, count, scale, cap_bytes, key_factors
+        )
     from kernels.indexer import walk
 
     return walk.select(
         walk.writer(queries.device), _aligned(queries), weights.contiguous(), _aligned(keys),
         first.contiguous(), end.contiguous(), parts, count, scale,
+        None if key_factors is None else key_factors.contiguous(),
     )  # fmt: skip
 
 
@@ -142,6 +153,7 @@ def _(
     scale: float,
     cap_bytes: int,
     backend: str,
+    key_factors: torch.Tensor | None,
 ) -> torch.Tensor:
     return first.new_empty((queries.shape[0], count))
 
@@ -160,6 +172,7 @@ def select_pools(
     begin: int = 0,
     cap_bytes: int = CAP_BYTES,
     backend: Backend = "triton",
+    key_factors: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Choose the ``count`` best complete pools of each query's document.
 
@@ -175,7 +188,7 @@ def select_pools(
     windows = plan(lengths, size, count=width, cap_bytes=cap_bytes, begin=begin, stop=stop)
     return select(
         queries, weights, keys, first.int(), end.int(), windows,
-        count=width, scale=scale, cap_bytes=cap_bytes, backend=backend,
+        count=width, scale=scale, cap_bytes=cap_bytes, backend=backend, key_factors=key_factors,
     )  # fmt: skip
 
 
@@ -201,3 +214,20 @@ def _check(
     ends = [0, *(window.q1 for window in windows)]
     if [window.q0 for window in windows] != ends[:-1] or ends[-1] != rows:
         raise ValueError(f"windows: they do not cover {rows} queries one after the other")
+
+
+def _check_factors(keys: torch.Tensor, key_factors: torch.Tensor | None) -> None:
+    if (keys.dtype == fp8.FORMAT) != (key_factors is not None):
+        raise ValueError(
+            f"key_factors: {'none' if key_factors is None else 'given'}, and keys are {keys.dtype};"
+            f" legal: with {fp8.FORMAT} alone"
+        )
+    if key_factors is not None and (
+        key_factors.shape != keys.shape[:1]
+        or key_factors.dtype != torch.float32
+        or key_factors.device != keys.device
+    ):
+        raise ValueError(
+            f"key_factors: {key_factors.dtype} {tuple(key_factors.shape)} on {key_factors.device}; "
+            f"legal: torch.float32 {tuple(keys.shape[:1])} on {keys.device}"
+        )

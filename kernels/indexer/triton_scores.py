@@ -22,9 +22,10 @@ def _higher(a, b):  # type: ignore[no-untyped-def]
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
-@triton.jit(do_not_specialize=["q0", "q1", "p0", "width"])
+@triton.jit(do_not_specialize=["q0", "q1", "p0", "width", "pools"])
 def _scores_kernel(  # type: ignore[no-untyped-def]
     queries, weights, keys, first, end, scores, best, scale, q0, q1, p0, width, segment,
+    key_factors, pools,
     HEADS: tl.constexpr, DIM: tl.constexpr, QUERIES: tl.constexpr, POOLS: tl.constexpr,
     GROUP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -55,6 +56,8 @@ def _scores_kernel(  # type: ignore[no-untyped-def]
         products = tl.maximum(products, 0.0, propagate_nan=tl.PropagateNan.ALL) * w[None, :]
         score = tl.sum(tl.reshape(products, (POOLS, QUERIES, HEADS)), 2)
         at = pool + tl.arange(0, POOLS)
+        if key_factors is not None:
+            score *= tl.load(key_factors + at, mask=at < pools, other=0.0)[:, None]
         tl.store(to_score + (at - p0)[:, None], score, mask=inside[None, :])
         open_ = (at[:, None] >= lowest[None, :]) & (at[:, None] < highest[None, :])
         score = tl.where(open_, score, float("-inf"))
@@ -72,6 +75,7 @@ def write_scores(
     space: Workspace,
     window: Window,
     scale: float,
+    key_factors: torch.Tensor | None = None,
 ) -> None:
     """Fill ``space.scores`` and ``space.best`` where a query of the window may choose.
 
@@ -82,6 +86,7 @@ def write_scores(
         first, end: int32 (Q,), which pools each query may choose.
         space, window: see ``windows``. Other places of ``space`` get any value.
         scale: factor on the products, above 0.
+        key_factors: None, or float32 (P,) above 0, contiguous: factors on the scores of pools.
     """
     heads, dim = queries.shape[1:]
     grid = (
@@ -93,6 +98,6 @@ def write_scores(
     _scores_kernel[grid](
         queries, weights, tiles, first, end,
         space.scores, space.best, scale, window.q0, window.q1, window.p0, window.width,
-        segment=_SEGMENT, HEADS=heads, DIM=dim, QUERIES=COLUMNS // heads, POOLS=TILE, GROUP=GROUP,
-        STAGES=2, num_warps=4,
+        segment=_SEGMENT, key_factors=key_factors, pools=len(keys), HEADS=heads, DIM=dim,
+        QUERIES=COLUMNS // heads, POOLS=TILE, GROUP=GROUP, STAGES=2, num_warps=4,
     )  # fmt: skip

@@ -22,6 +22,7 @@ class WriteScores(Protocol):
         space: Workspace,
         window: Window,
         scale: float,
+        key_factors: torch.Tensor | None,
     ) -> None: ...
 
 
@@ -72,6 +73,7 @@ def select(
     windows: tuple[Window, ...],
     count: int,
     scale: float,
+    key_factors: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See ``op.select``; the operands are contiguous, queries and keys 16-byte aligned."""
     choose = chooser(queries.device)
@@ -82,6 +84,6 @@ def select(
             if window.width == 0:
                 out.fill_(-1)
                 continue
-            write_scores(queries, weights, keys, first, end, space, window, scale)
+            write_scores(queries, weights, keys, first, end, space, window, scale, key_factors)
             choose(space, first, end, window, out)
     return chosen

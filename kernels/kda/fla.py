@@ -7,6 +7,7 @@ import torch
 
 from kernels.fla_package import refuse_other_than, switch_off_flash_kda
 from kernels.kda.inputs import check_arguments, check_state
+from kernels.kda.one_form import use_one_form
 from kernels.packed import bound_tensors
 from kernels.tuned import fla as tuned
 
@@ -70,6 +71,7 @@ def kda_piece(
     refuse_other_than(q=q, k=k, v=v)
     check_width(q.shape[-1])
     switch_off_flash_kda()
+    use_one_form()
     tuned.use()
     calls = split_calls(lengths, state is not None, carries)
     whole, tokens = (q, k, v, raw_gate, beta), [sum(call) for call in calls]

@@ -21,9 +21,6 @@ TOKENS = 32_768
 CONTEXT_RANKS = (2, 4, 8)
 """Degrees of context parallelism whose shares of the heads are measured: 32, 16 and 8 heads."""
 
-FREE = {"l2norm_fwd_kernel": 1, "l2norm_bwd_kernel": 1}
-"""Places in keys that count blocks of 65,536 rows."""
-
 
 def tunable() -> Iterator[tuple[str, str, Any]]:
     """Module, name and autotuner of every kernel of fla that has been imported."""
@@ -51,7 +48,7 @@ def collect() -> dict[str, Kernel]:
             for key, config in found.cache.items()
         ]
         if entries:
-            kernels[name] = Kernel(module, entries, FREE.get(name))
+            kernels[name] = Kernel(module, entries)
     return kernels
 
 
@@ -143,7 +140,7 @@ def added(
         old = held[name].entries if name in held else []
         new = [e for e in kernel.entries if tuple(e.key) not in known.get(name, set())]
         if old or new:
-            merged[name] = Kernel(kernel.module, [*old, *new], kernel.free)
+            merged[name] = Kernel(kernel.module, [*old, *new])
     return merged
 
 

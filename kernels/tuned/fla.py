@@ -30,9 +30,6 @@ HEADS = frozenset({"H", "HV"})
 CHANNELS = frozenset({"causal_conv1d_fwd_kernel", "causal_conv1d_bwd_kernel"})
 """Kernels whose key has the width of all heads, as "D", instead of their number."""
 
-MOST_BLOCKS = 2048
-"""Most 65,536-row blocks that a free place of a key is filled for: 2M tokens of 64 heads."""
-
 
 @dataclass(frozen=True)
 class Entry:
@@ -57,12 +54,10 @@ class Kernel:
     Attributes:
         module: where it is, in fla.
         entries: by key.
-        free: place in the key that only counts blocks of rows; the nearest count's entry serves.
     """
 
     module: str
     entries: list[Entry]
-    free: int | None = None
 
 
 @dataclass(frozen=True)
@@ -89,7 +84,7 @@ def read(path: Path) -> Tuned:
     """Read a file that ``write`` wrote."""
     held = json.loads(path.read_text())
     kernels = {
-        name: Kernel(k["module"], [Entry(**entry) for entry in k["entries"]], k["free"])
+        name: Kernel(k["module"], [Entry(**entry) for entry in k["entries"]])
         for name, k in held["kernels"].items()
     }
     return Tuned(held["gpu"], held["versions"], kernels)
@@ -100,7 +95,7 @@ def write(tuned: Tuned, path: Path) -> None:
     kernels = []
     for name, kernel in sorted(tuned.kernels.items()):
         lines = sorted(json.dumps(asdict(entry)) for entry in kernel.entries)
-        head = f'"module": {json.dumps(kernel.module)}, "free": {json.dumps(kernel.free)}'
+        head = f'"module": {json.dumps(kernel.module)}'
         body = ",\n   ".join(lines)
         kernels.append(f'  {json.dumps(name)}: {{{head}, "entries": [\n   {body}]}}')
     path.write_text(
@@ -166,7 +161,7 @@ def seed(tuned: Tuned, shares: bool = True) -> int:
 
     for name, kernel in tuned.kernels.items():
         tuner = autotuner(kernel.module, name)
-        served = list(served_keys(kernel))
+        served = [(entry, entry.key) for entry in kernel.entries]
         if shares:
             places = head_places(name, tuner.keys, kernel.entries)
             served += [(entry, key) for one in served for entry, key in shares_of(*one, places)]
@@ -196,24 +191,6 @@ def shares_of(
         share = [part // parts if i in places else part for i, part in enumerate(key)]
         yield entry, share
         parts *= 2
-
-
-def served_keys(kernel: Kernel) -> Iterator[tuple[Entry, list[Any]]]:
-    """Every key that an entry serves, the entry's own first."""
-    for entry in kernel.entries:
-        yield entry, entry.key
-    free = kernel.free
-    if free is None:
-        return
-    alike: dict[str, list[Entry]] = {}
-    for entry in kernel.entries:
-        rest = json.dumps([entry.key[:free], entry.key[free + 1 :]])
-        alike.setdefault(rest, []).append(entry)
-    for entries in alike.values():
-        counts = {entry.key[free]: entry for entry in entries}
-        for count in range(1, MOST_BLOCKS + 1):
-            _, nearest = min((abs(known - count), known) for known in counts)
-            yield counts[nearest], [*entries[0].key[:free], count, *entries[0].key[free + 1 :]]
 
 
 def autotuner(module: str, name: str) -> Any:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from components.models.glm_flash import sparse_kernels
 from components.models.glm_flash.documents import Documents
+from components.models.glm_flash.fp8_selector import Fp8Selector
 from components.models.glm_flash.indexer import IndexerInputs
 from components.models.glm_flash.sharded_selector import ShardedSelector, choose_in_turns, deal
 from components.recompute.layer import RecomputedLayer
@@ -38,6 +39,7 @@ def share() -> None:
     for lengths in RAGGED:
         check_choice(lengths, group, torch.float32)
     check_choice((130, 70), group, torch.bfloat16)
+    check_fp8(group)
     check_empty_shards(group)
     check_layers(group)
     dist.destroy_process_group()
@@ -76,6 +78,29 @@ def check_choice(lengths: tuple[int, ...], group: dist.ProcessGroup, dtype: torc
         asking = documents.rows(begin, total)
         wanted = alone(piece, asking, begin)
         assert torch.equal(sharded(piece, asking, begin), wanted), (lengths, kernel, begin)
+
+
+def check_fp8(group: dist.ProcessGroup) -> None:
+    """Rounded first, then shared: rows are rounded by themselves."""
+    documents, low = Documents.from_lengths((130, 70)), torch.Generator().manual_seed(0)
+    pools = documents.pools(4)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=low)
+
+    inputs = IndexerInputs(draw(200, 2, 8), draw(200, 2), draw(len(pools.first), 8), pools)
+    chosen = []
+    for kernel in (False, True):
+        for inner in selectors(kernel, group):
+            made = Fp8Selector.Config(
+                inner=config_of("dsa").indexer.selector,
+                count=4, kpool=4, scale=0.25, rotate=True, compared=50,
+            ).build()  # fmt: skip
+            made.inner = inner
+            chosen.append((made(inputs, documents, 0), made.found, made.wanted))
+    assert chosen[0][2] is not None and 0 < chosen[0][1] <= chosen[0][2]
+    for ids, found, wanted in chosen[1:]:
+        assert torch.equal(ids, chosen[0][0]) and (found, wanted) == chosen[0][1:]
 
 
 def check_meter(sharded: ShardedSelector, total: int, chosen: torch.Tensor) -> None:

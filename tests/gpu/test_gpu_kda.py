@@ -173,3 +173,23 @@ def test_flas_convolution_equals_the_plain_one(channels: int, dtype: torch.dtype
     assert_near(grad_x, wanted_x, 2 * step, "x")
     assert_near_in_every_document(grad_x, wanted_x, RAGGED, 4 * step, "x")
     assert_near(grad_weight, wanted_weight.double(), 2 * step, "weight")
+
+
+def test_documents_of_other_lengths_compile_nothing_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers of 65,536-row blocks that have not been there, in pieces with states and without."""
+    from triton import knobs
+
+    compiled: list[str] = []
+    monkeypatch.setattr(
+        knobs.runtime, "jit_cache_hook", lambda *, fn, **_: compiled.append(fn.name)
+    )
+
+    def train(tokens: int) -> None:
+        tensors = [x.cuda() for x in inputs((tokens,), 64, 128, 128, torch.bfloat16)]
+        run(kernels.kda.fla.kda, tensors, (tokens,))
+
+    train(700)
+    compiled.clear()
+    for tokens in (1500, 2500, 3500):
+        train(tokens)
+    assert not compiled

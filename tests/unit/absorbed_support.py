@@ -73,12 +73,13 @@ class Sorting:
     def select_pools(
         self, queries: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, pools: Pools,
         position: torch.Tensor, lengths: tuple[int, ...], *, size: int, count: int, scale: float,
-        begin: int = 0,
+        begin: int = 0, key_factors: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         self.queries.append(len(queries))
         first = pools.before[begin : begin + len(queries)]
         end, count = first + (position + 1) // size, min(count, max(lengths) // size)
         scores = pool_scores(queries, weights, keys, scale)
+        scores = scores if key_factors is None else scores * key_factors
         chosen = torch.full((len(queries), count), -1, dtype=torch.int32)
         for row, low, high in zip(range(len(queries)), first.tolist(), end.tolist(), strict=True):
             some = scores[row, low:high]

@@ -170,7 +170,12 @@ def run(kernel: GluonJITFunction, module: ModuleType, grid: tuple[int, int], *ar
     Tensors among the arguments become pointers; ``Descriptor`` says which are none.
     """
     stores = Stores()
-    args = tuple(Pointer(x.view(-1)) if isinstance(x, torch.Tensor) else x for x in args)
+
+    def pointed(x: Any) -> Any:
+        return Pointer(x.view(-1)) if isinstance(x, torch.Tensor) else x
+
+    args = tuple(map(pointed, args))
+    kwargs = {name: pointed(x) for name, x in kwargs.items()}
     for program in itertools.product(*map(range, grid)):
         here, barriers = dict(vars(module)), []
 

@@ -7,12 +7,13 @@ the process of its own. It multiplies no bfloat16, so the operands are float16.
 
 import os
 import sys
+from contextlib import nullcontext
 
 import torch
 
-from kernels.indexer import triton_scores, triton_topk, walk
+from kernels.indexer import fp8, triton_fp8, triton_scores, triton_topk, walk
 from kernels.indexer.windows import GROUP, Window, Workspace, plan, workspaces
-from tests.unit.indexer_support import SCALE, choose_by_sorting, make_problem
+from tests.unit.indexer_support import SCALE, choose_by_sorting, make_problem, rounded
 
 NAN, INF = float("nan"), float("inf")
 
@@ -103,6 +104,26 @@ def check_walk(lengths: tuple[int, ...], count: int, cap_bytes: int, begin: int,
     assert torch.equal(found, want), (found != want).any(1).nonzero()
 
 
+def check_fp8(lengths: tuple[int, ...], count: int, begin: int, stop: int) -> None:
+    """Rounding of numbers that fp8 holds, turned or not, and a choice by them. The interpreter
+    makes numbers of nan and rounds ties its own way."""
+    torch.cuda.device_of = lambda x: nullcontext()  # type: ignore[assignment,misc]
+    problem = make_problem(lengths, size=2, heads=32, dtype=torch.float16, begin=begin, stop=stop)
+    first, end = problem.ranges(begin)
+    want = choose_by_sorting(problem.scores(), first, end, count)
+    single = torch.eye(64, dtype=torch.float16).repeat(3, 1) * 7
+    single[7] = 0.0
+    for rows, turned in ((problem.queries, False), (single, False), (single, True)):
+        found, defined = triton_fp8.round_rows(rows, turned), fp8.round_rows_reference(rows, turned)
+        for a, b in zip(found, defined, strict=True):
+            assert torch.equal(a.float(), b.float()), turned
+    low, factors = rounded(problem)
+    windows = plan(lengths, 2, count=count, cap_bytes=9000, begin=begin, stop=stop)
+    operands = (low.queries, low.weights, low.keys, first, end)
+    found = walk.select(triton_scores.write_scores, *operands, windows, count, SCALE, factors)
+    assert torch.equal(found, want), (found != want).any(1).nonzero()
+
+
 def check_nothing_open() -> None:
     """Documents without a whole pool."""
     problem = make_problem((1, 1, 1), size=2, heads=32, dtype=torch.float16)
@@ -119,5 +140,6 @@ if __name__ == "__main__":
     check_unaligned_range()
     check_rows_left()
     check_walk((9, 3, 1, 230, 5), 3, 9000, 221, 246)
+    check_fp8((9, 3, 1, 230, 5), 3, 221, 246)
     check_nothing_open()
     print("as defined")

@@ -1,11 +1,12 @@
 """Inputs of an indexer whose scores are exact in float32, and what it should choose."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from components.models.glm_flash.documents import Documents
 from kernels.dsa.pooling import Pools, find_pools
+from kernels.indexer.fp8 import in_fp8
 
 RAGGED = [(1,), (3,), (37,), (1, 4, 3, 9, 64, 2, 5), (130, 7), (65, 1, 1, 66), (2, 1, 3)]
 SCALE = 0.25
@@ -79,3 +80,9 @@ def choose_by_sorting(
             best = order[:count].sort().values
             chosen[row, : len(best)] = best.int()
     return chosen
+
+
+def rounded(problem: Problem, rotate: bool = False) -> tuple[Problem, torch.Tensor]:
+    """The problem in fp8, where small integers stay what they are, and its keys' factors."""
+    queries, weights, keys, factors = in_fp8(problem.queries, problem.weights, problem.keys, rotate)
+    return replace(problem, queries=queries, weights=weights, keys=keys), factors

@@ -8,24 +8,33 @@ import pytest
 
 from tests.unit.kernel_support import first_form
 
+SCORES = {"HEADS": 32, "DIM": 64, "POOLS": 64, "GROUP": 16}
+FP8 = {"queries": "*fp8e4nv", "keys": "tensordesc<fp8e4nv[64,64]>"}
 LAUNCHES = {
-    "triton_topk._select_kernel": ({"STAGE": 1, "SLOTS": 512, "GROUP": 16, "ROOM": 8}, {}),
+    "triton_topk._select_kernel": ({"STAGE": 1, "SLOTS": 512, "GROUP": 16, "ROOM": 8}, {}, {}),
     "triton_scores._scores_kernel": (
-        {"HEADS": 32, "DIM": 64, "QUERIES": 8, "POOLS": 64, "GROUP": 16, "STAGES": 2}, {},
+        {**SCORES, "QUERIES": 8, "STAGES": 2, "key_factors": None}, {}, {},
     ),
-    "gluon_topk._whole_kernel": ({"SLOTS": 2048, "ROOM": 512, "WARPS": 4}, {"maxnreg": 64}),
+    "triton_scores._scores_kernel in fp8": ({**SCORES, "QUERIES": 8, "STAGES": 2}, {}, FP8),
+    "gluon_topk._whole_kernel": ({"SLOTS": 2048, "ROOM": 512, "WARPS": 4}, {"maxnreg": 64}, {}),
     "gluon_topk._filtered_kernel": (
-        {"SLOTS": 2048, "GROUP": 16, "ROOM": 512, "WARPS": 4}, {"maxnreg": 64},
+        {"SLOTS": 2048, "GROUP": 16, "ROOM": 512, "WARPS": 4}, {"maxnreg": 64}, {},
     ),
     "gluon_scores._scores_kernel": (
-        {"HEADS": 32, "DIM": 64, "QUERIES": 4, "POOLS": 64, "GROUP": 16}, {},
+        {**SCORES, "QUERIES": 4, "BITS": 16, "key_factors": None}, {}, {},
+    ),
+    "gluon_scores._scores_kernel in fp8": ({**SCORES, "QUERIES": 4, "BITS": 8}, {}, FP8),
+    "triton_fp8._round_kernel": (
+        {"DIM": 64, "ROWS": 128, "ROTATE": True, "SMALLEST": 1e-30}, {}, {"values": "*fp8e4nv"},
     ),
 }  # fmt: skip
-"""Constants and options of a launch; four warps are Triton's default."""
+"""Constants and options of a launch, and types that are not ``KINDS``; four warps are Triton's
+default."""
 KINDS = {
     "queries": "*bf16", "weights": "*fp32", "values": "*fp32", "scores": "*fp32", "best": "*fp32",
     "bests": "*fp32", "scale": "fp32", "groups": "*i32", "keys": "tensordesc<bf16[64,64]>",
-    "first": "*i32", "end": "*i32", "out": "*i32",
+    "first": "*i32", "end": "*i32", "out": "*i32", "rows": "*bf16", "factors": "*fp32",
+    "key_factors": "*fp32",
 }  # fmt: skip
 
 
@@ -35,14 +44,17 @@ def source_of(name: str) -> Any:
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    module, kernel = name.split(".")
+    constants, _, other = LAUNCHES[name]
+    module, kernel = name.split()[0].split(".")
     fn = getattr(importlib.import_module(f"kernels.indexer.{module}"), kernel)
-    constants, kinds = LAUNCHES[name][0], dict(KINDS)
+    kinds = KINDS | other
     of_gluon = module.startswith("gluon")
     if of_gluon:
+        kind = kinds["queries"][1:]
+        dtype = gl.bfloat16 if kind == "bf16" else gl.float8e4nv
         for operand, rows in (("queries", 128), ("keys", 64)):
-            layout = gl.NVMMASharedLayout.get_default_for([rows, 64], gl.bfloat16)
-            kinds[operand] = f"tensordesc<bf16[{rows},64],{layout!r}>"
+            layout = gl.NVMMASharedLayout.get_default_for([rows, 64], dtype)
+            kinds[operand] = f"tensordesc<{kind}[{rows},64],{layout!r}>"
     names = fn.arg_names
     signature = {n: "constexpr" if n in constants else kinds.get(n, "i32") for n in names}
     found = {(i,): constants[n] for i, n in enumerate(names) if n in constants}
@@ -62,6 +74,9 @@ def source_of(name: str) -> Any:
         ("gluon_topk._filtered_kernel", {"to_best", "line", "begin", "noted"}),
         ("triton_scores._scores_kernel", {"q", "to_score", "to_best"}),
         ("gluon_scores._scores_kernel", {"to_score", "to_best"}),  # the rest goes by coordinates
+        ("triton_scores._scores_kernel in fp8", {"q", "to_score", "to_best"}),
+        ("gluon_scores._scores_kernel in fp8", {"to_score", "to_best"}),
+        ("triton_fp8._round_kernel", {"row", "at"}),
     ],
 )
 def test_offsets_of_rows_are_64_bit(name, addresses):

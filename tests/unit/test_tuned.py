@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from kernels.kda import one_form
 from kernels.tuned import __main__ as tune
 from kernels.tuned import fla
 from kernels.tuned.fla import Entry, Kernel, Tuned
@@ -40,7 +41,7 @@ def module(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 def test_a_file_holds_what_was_written(tmp_path: Path) -> None:
     given = tuned(
-        norm=Kernel("fla.made_up", [ENTRY, replace(ENTRY, key=[64, 9], kwargs={})], free=1),
+        norm=Kernel("fla.made_up", [ENTRY, replace(ENTRY, key=[64, 9], kwargs={})]),
         other=Kernel("fla.other", [ENTRY]),
     )
     fla.write(given, tmp_path / "file.json")
@@ -76,15 +77,6 @@ def test_entries_become_what_triton_remembers(module: ModuleType) -> None:
     config = known[(64, 5, "torch.bfloat16", True)]
     assert (config.kwargs, config.num_warps, config.num_stages) == ({"BT": 8}, 4, 3)
     assert known[(7,)] == "found here" and len(known) == 2
-
-
-def test_a_count_of_blocks_takes_the_nearest_entry(module: ModuleType) -> None:
-    far = replace(ENTRY, key=[64, 100, "torch.bfloat16", True], num_warps=16)
-    fla.seed(tuned(norm=Kernel("fla.made_up", [ENTRY, far], free=1)))
-    known = module.norm.fn.cache
-    warps = {n: known[(64, n, "torch.bfloat16", True)].num_warps for n in (1, 5, 52, 53, 2048)}
-    assert warps == {1: 4, 5: 4, 52: 4, 53: 16, 2048: 16}
-    assert len(known) == fla.MOST_BLOCKS
 
 
 def test_shares_of_the_heads_take_what_all_heads_took(module: ModuleType) -> None:
@@ -192,16 +184,16 @@ def test_every_form_is_called_as_it_says(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_what_a_file_lacks_is_added_and_what_it_has_stays() -> None:
     far, new = replace(ENTRY, key=[64, 9]), replace(ENTRY, key=[16, 5])
-    held = {"norm": Kernel("fla.made_up", [ENTRY], free=1)}
+    held = {"norm": Kernel("fla.made_up", [ENTRY])}
     known = {"norm": {tuple(ENTRY.key), tuple(far.key)}}
     # Seeded keys, a new one, a kernel with nothing new, and one that is new.
     found = {
-        "norm": Kernel("fla.made_up", [ENTRY, far, new], free=1),
+        "norm": Kernel("fla.made_up", [ENTRY, far, new]),
         "other": Kernel("fla.made_up", [new]),
     }
     merged = tune.added(held, found, known)
     assert merged == {
-        "norm": Kernel("fla.made_up", [ENTRY, new], free=1), "other": found["other"],
+        "norm": Kernel("fla.made_up", [ENTRY, new]), "other": found["other"],
     }  # fmt: skip
     assert tune.added({}, found, {}) == found
 
@@ -262,5 +254,6 @@ def test_shipped_entries_fit_the_kernels_they_are_for() -> None:
             for entry in kernel.entries:
                 assert names == {frozenset(entry.kwargs)}, name
                 assert len(entry.key) > len(found.keys)
-            if kernel.free is not None:
-                assert found.keys[kernel.free] == "NB"
+            if name in one_form.KERNELS:
+                place = found.keys.index("NB")
+                assert {entry.key[place] for entry in kernel.entries} == {one_form.BLOCKS}

@@ -29,12 +29,14 @@ class IndexerInputs:
         weights: (T, heads) float32, signed, 1 / sqrt(heads) included.
         keys: (P, d), one per complete pool of the batch.
         pools: which tokens and documents they belong to.
+        key_factors: float32 (P,), factors on the scores of pools whose keys are in fp8, else None.
     """
 
     queries: torch.Tensor
     weights: torch.Tensor
     keys: torch.Tensor
     pools: Pools
+    key_factors: torch.Tensor | None = None
 
 
 class PoolSelector(Module):
@@ -93,6 +95,7 @@ class PoolSelector(Module):
             count=self.count,
             scale=self.config.scale,
             begin=begin,
+            key_factors=inputs.key_factors,
         )
 
 

@@ -145,7 +145,7 @@ class KernelPoolSelector(PoolSelector):
         return INDEXER.guard(settings.backend, kernels.select_pools)(
             inputs.queries, inputs.weights, inputs.keys, inputs.pools, documents.position,
             documents.lengths, size=settings.kpool, count=self.count, scale=settings.scale,
-            begin=begin,
+            begin=begin, key_factors=inputs.key_factors,
         )  # fmt: skip
 
 

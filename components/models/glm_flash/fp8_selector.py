@@ -1,0 +1,74 @@
+"""Choose pools by scores of operands in fp8, and count how many are those of full precision."""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torchtitan.protocols.module import Module
+
+from components.models.glm_flash.documents import Documents
+from components.models.glm_flash.indexer import IndexerInputs
+from kernels.indexer import naive
+from kernels.indexer.fp8 import chosen_of, in_fp8
+from kernels.indexer.windows import CAP_BYTES, TILE, Window
+
+
+class Fp8Selector(Module):
+    """``PoolSelector`` on rounded queries and keys; the choice itself stays exact and repeatable.
+
+    Attributes:
+        found, wanted: int64 scalars on the device since ``reset``, None before the first call: of
+            the queries compared, pools that full precision chooses, and how many of them fp8 does.
+            Queries that may choose all of their pools are left out.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Module.Config):
+        inner: Module.Config
+        """What chooses: of ``PoolSelector``, or of what takes its place."""
+        count: int
+        """Pools per query, at most."""
+        kpool: int
+        scale: float
+        rotate: bool
+        compared: int
+        """Queries of a call that choose in full precision too."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.config = config
+        self.inner = config.inner.build()
+        self.reset()
+
+    def reset(self) -> None:
+        """Count from zero."""
+        self.found: torch.Tensor | None = None
+        self.wanted: torch.Tensor | None = None
+
+    @torch.no_grad()
+    def forward(self, inputs: IndexerInputs, documents: Documents, begin: int) -> torch.Tensor:
+        """See ``PoolSelector.forward``."""
+        operands = in_fp8(inputs.queries, inputs.weights, inputs.keys, self.config.rotate)
+        chosen = self.inner(replace(inputs, **operands._asdict()), documents, begin)
+        if len(chosen) and max(documents.lengths) // self.config.kpool > self.config.count:
+            self._compare(inputs, chosen, documents, begin)
+        return chosen
+
+    def _compare(
+        self, inputs: IndexerInputs, chosen: torch.Tensor, documents: Documents, begin: int
+    ) -> None:
+        """Evenly spaced queries, the last one among them: it may choose the most."""
+        settings, total = self.config, len(chosen)
+        step = -(-total // min(settings.compared, total))
+        rows = torch.arange(total - 1, -1, -step, device=chosen.device).flip(0)
+        first = inputs.pools.before[rows + begin]
+        end = first + (documents.position[rows] + 1) // settings.kpool
+        pools = len(inputs.keys)
+        everything = Window(0, len(rows), 0, -(-pools // TILE) * TILE, pools)
+        wanted = naive.select(
+            inputs.queries[rows], inputs.weights[rows], inputs.keys, first.int(), end.int(),
+            (everything,), settings.count, settings.scale, CAP_BYTES,
+        )  # fmt: skip
+        wanted.masked_fill_((end - first <= settings.count).unsqueeze(1), -1)
+        found, sought = chosen_of(chosen[rows], wanted), (wanted >= 0).sum()
+        self.found = found if self.found is None else self.found + found
+        self.wanted = sought if self.wanted is None else self.wanted + sought
