@@ -175,7 +175,8 @@ def _cell(cell: dict[str, Any] | None) -> str:
         step = statistics.median(cell["step_s"])
         return f"{step:.3f} / {cell['peak_active_gib']:.1f} / {cell['peak_reserved_gib']:.1f}"
     if cell["exit"] == 124:
-        return "no end within the limit"
+        first = cell.get("first_step_s")
+        return "no end within the limit" + (f", first step {first:.1f}" if first else "")
     text = "\n".join(cell["tail"])
     return "out of memory" if "out of memory" in text.lower() else f"exit {cell['exit']}"
 
