@@ -3,6 +3,7 @@
 Runs in any Python, with or without torch and CUDA, and installs nothing.
 """
 
+import importlib
 import importlib.util
 import platform
 import shutil
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from components.core import host
-from launch.pins import installed, pins
+from launch.pins import installed, pins, reason_of
 
 ROOT = Path(__file__).resolve().parent.parent
 GIB = 2**30
@@ -43,6 +44,11 @@ def survey() -> list[Line]:
     lines = [*_versions(), *_host()]
     if importlib.util.find_spec("torch") is None:
         return [*lines, Line("devices", "devices", "unknown: torch is not installed")]
+    try:
+        importlib.import_module("torch")
+    except Exception as error:  # half installed: whatever its first lines raise
+        unknown = f"unknown: torch cannot be imported ({reason_of(error)})"
+        return [*lines, Line("devices", "devices", unknown, INSTALL)]
     return [*lines, *_torch()]
 
 

@@ -26,7 +26,8 @@ def pins(requirements: Path = REQUIREMENTS) -> dict[str, str]:
 def installed(distribution: str) -> str | None:
     """The installed version, or None where the module cannot be found at all.
 
-    A source tree on the path may carry no metadata; then the module says its own version.
+    A source tree on the path may carry no metadata; then the module says its own version. One that
+    cannot be imported is "broken", and why.
     """
     module = MODULES.get(distribution, distribution)
     if importlib.util.find_spec(module) is None:
@@ -34,7 +35,16 @@ def installed(distribution: str) -> str | None:
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
+        pass
+    try:
         return str(getattr(import_module(module), "__version__", "of unknown version"))
+    except Exception as error:
+        return f"broken: {reason_of(error)}"
+
+
+def reason_of(error: Exception) -> str:
+    """An error in one line."""
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
 def mismatches(wanted: dict[str, str]) -> list[str]:

@@ -55,24 +55,37 @@ def sparse_mla(
         chunk_bytes: for the queries that are computed together, in float32.
 
     Raises:
-        ValueError: more tokens than a fused kernel can address for one head.
+        ValueError: see ``too_long``.
     """
     arguments = q, latent, kv_b, pools, position, start
     return _Dense.apply(*arguments, size, scale, chunk_bytes)
 
 
+def too_long(tokens: int, width: int) -> str | None:
+    """Why one kernel cannot address the keys and values of a head, or None if it can.
+
+    Args:
+        tokens: that are attended to.
+        width: elements of a token's key and value in one head.
+    """
+    if tokens * width <= MOST_ELEMENTS:
+        return None
+    return (
+        f"dense attention over {tokens:,} tokens has {tokens * width:,} elements of keys and "
+        f"values per head, and torch's kernels address up to {MOST_ELEMENTS:,}; legal: up to "
+        f"{MOST_ELEMENTS // width:,} tokens, or another model.sparse_mla_kernel"
+    )
+
+
 def heads_together(tokens: int, heads: int, width: int) -> int:
-    """Heads whose keys and values, ``width`` elements of a token and head, one kernel addresses.
+    """Heads whose keys and values one kernel addresses, all of them if it can.
 
     Raises:
-        ValueError: not even those of one head.
+        ValueError: see ``too_long``.
     """
-    if tokens * width > MOST_ELEMENTS:
-        raise ValueError(
-            f"model.sparse_mla_kernel=dense: keys and values of one head over {tokens:,} tokens are"
-            f" {tokens * width:,} elements; torch's kernels address up to {MOST_ELEMENTS:,}: legal"
-            f" are up to {MOST_ELEMENTS // width:,} tokens, or another model.sparse_mla_kernel"
-        )
+    reason = too_long(tokens, width)
+    if reason is not None:
+        raise ValueError(f"model.sparse_mla_kernel: {reason}")
     most = max(1, MOST_ELEMENTS // max(1, tokens * width))
     return -(-heads // -(-heads // most))
 

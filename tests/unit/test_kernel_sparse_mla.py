@@ -209,7 +209,7 @@ def test_the_dense_baseline_refuses_a_head_that_no_kernel_addresses() -> None:
     assert dense.heads_together(2**16 - 1, 64, 512) == 64
     assert dense.heads_together(2**20, 64, 512) == 3
     assert dense.heads_together(0, 64, 512) == 64
-    with pytest.raises(ValueError, match=r"sparse_mla_kernel=dense.*4,194,304 tokens.*4,194,303"):
+    with pytest.raises(ValueError, match=r"sparse_mla_kernel: .*4,194,304 tokens.*to 4,194,303"):
         dense.heads_together(2**22, 64, 512)
 
 

@@ -60,6 +60,21 @@ def test_without_torch_it_says_so_and_fails() -> None:
     assert done.stderr == ""
 
 
+def test_half_an_environment_is_a_problem_and_no_traceback(tmp_path: Path) -> None:
+    for name, line in (("torch", "import a_missing_part"), ("hydra", "raise OSError('no .so')")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text(line)
+    done = subprocess.run(
+        [sys.executable, "-S", "-m", "launch.doctor"], cwd=ROOT, capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+    )  # fmt: skip
+    assert done.returncode == 1 and done.stderr == ""
+    missing = "ModuleNotFoundError: No module named 'a_missing_part'"
+    assert f"unknown: torch cannot be imported ({missing})" in done.stdout
+    assert f"broken: {missing} (pinned:" in done.stdout
+    assert "broken: OSError: no .so (pinned:" in done.stdout
+
+
 def test_a_small_disk_and_few_open_files_are_problems(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "disk_free", lambda folder: GIB)
     monkeypatch.setattr(host, "open_files", lambda: (256, 4096))

@@ -8,6 +8,7 @@ from components.core.sizes import FLOAT32
 from components.models.glm_flash.tensor_parallel import check_tensor_parallel
 from components.models.ranges import below, not_positive, uneven_expert_widths
 from components.models.settings import Finding
+from kernels.dsa import dense
 
 if TYPE_CHECKING:
     from components.core.recipe import Recipe
@@ -83,6 +84,12 @@ def check_run(model: "GlmFlashModel", recipe: "Recipe") -> list[Finding]:
             "are and are not compiled; use [loss], or compile.enable=false"
         )
         found.append(("compile.components", message))
+    if model.sparse_mla_kernel == "dense":
+        # Ranks that share a document gather its tokens.
+        tokens = recipe.training.local_batch_size * recipe.training.seq_len
+        reason = dense.too_long(tokens, model.qk_head_dim + model.v_head_dim)
+        if reason is not None:
+            found.append(("model.sparse_mla_kernel", reason))
     return found
 
 
