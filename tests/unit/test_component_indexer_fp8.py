@@ -22,6 +22,7 @@ from kernels.backends.ops import INDEXER
 from kernels.dsa.pooling import find_pools
 from kernels.indexer import fp8
 from launch.config.load import load_recipe
+from launch.resume import compare
 from launch.summary import memory_terms
 from tests.training import full, metrics, small_overrides, train, write_corpus
 from tests.unit.absorbed_support import Sorting, offer
@@ -238,12 +239,55 @@ def test_a_run_ends_where_too_few_pools_are_found(tmp_path: Path, overrides: lis
         train(tmp_path, [*overrides, "components.indexer_fp8.min_recall=1.0"])
 
 
+def metrics_of(*layers: Any, min_recall: float = 0.9) -> dict[str, float]:
+    dims = SimpleNamespace(get_optional_mesh=lambda name: None)
+    parts = [Parts(layers)]
+    trainer: Any = SimpleNamespace(parallel_dims=dims, model_parts=parts, device=CPU, step=7)
+    return IndexerFp8(IndexerFp8.Config(min_recall=min_recall)).metrics(trainer)
+
+
+class Parts:
+    """A model of selectors that have counted."""
+
+    def __init__(self, layers: Any) -> None:
+        self.layers = layers
+
+    def modules(self) -> list[Fp8Selector]:
+        made = [selector() for _ in self.layers]
+        for module, counts in zip(made, self.layers, strict=True):
+            module.found, module.wanted = counts.found, counts.wanted
+        return made
+
+
+def test_the_layer_with_the_fewest_is_said_and_a_share_that_it_says_is_legal() -> None:
+    nothing = SimpleNamespace(found=None, wanted=None)
+    layers = nothing, counted(99_999, 100_000), counted(95_678, 100_000)
+    assert metrics_of(*layers) == {"indexer/fp8_recall": 0.95678}
+    assert metrics_of(*layers, min_recall=0.95678) == {"indexer/fp8_recall": 0.95678}
+    assert metrics_of(nothing) == {}
+    with pytest.raises(
+        RuntimeError, match=r"in step 7 .* chose 0\.9567 of .* layer 2 of 3; legal: .*continue"
+    ):
+        metrics_of(*layers, min_recall=0.9568)
+    assert metrics_of(*layers, min_recall=0.9567)
+
+
+def test_what_only_looks_on_may_change_when_a_run_continues() -> None:
+    key = "components.indexer_fp8"
+    before = {f"{key}.enabled": True, f"{key}.min_recall": 0.9, f"{key}.compared": 128}
+    now = {"enabled": True, "min_recall": 0.5, "compared": 4}
+    given = {"components": {"indexer_fp8": now | {"rotate": False}}}
+    assert compare({**before, f"{key}.rotate": True}, given) == [(f"{key}.rotate", True, False)]
+
+
 def test_the_plan_has_the_rounded_operands(tmp_path: Path) -> None:
-    recipe = load_recipe(write_recipe(tmp_path, STEADY_GLM), [ON]).recipe
-    model = recipe.model
-    terms = {t.name: t.nbytes for t in memory_terms(recipe, Target("cuda", 1))}
-    heads, width = model.index_n_heads, model.index_head_dim  # type: ignore[attr-defined]
-    of_keys = 2048 * ((width + 4) // 4)
-    assert terms["queries and keys of one layer's indexer in fp8"] == (
-        2048 * heads * (width + 8) + of_keys
-    )
+    for ranks in (1, 2):  # tensor ranks hold the queries of all
+        given = [ON, f"parallelism.tensor_parallel_degree={ranks}"]
+        recipe = load_recipe(write_recipe(tmp_path, STEADY_GLM), given).recipe
+        model = recipe.model
+        terms = {t.name: t.nbytes for t in memory_terms(recipe, Target("cuda", ranks))}
+        heads, width = model.index_n_heads, model.index_head_dim  # type: ignore[attr-defined]
+        of_keys = 2048 * ((width + 4) // 4)
+        assert terms["queries and keys of one layer's indexer in fp8"] == (
+            2048 * heads * (width + 8) + of_keys
+        )
