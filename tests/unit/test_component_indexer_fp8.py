@@ -11,6 +11,7 @@ from torchtitan.config.override import apply_overrides
 
 from components.core.base import Target
 from components.indexer_fp8 import IndexerFp8, recalls
+from components.models.glm_flash import fp8_selector
 from components.models.glm_flash.documents import Documents
 from components.models.glm_flash.fp8_selector import Fp8Selector
 from components.models.glm_flash.indexer import IndexerInputs, PoolSelector
@@ -20,7 +21,8 @@ from components.titan.build import prepare
 from components.titan.trainer import RecipeTrainer
 from kernels.backends.ops import INDEXER
 from kernels.dsa.pooling import find_pools
-from kernels.indexer import fp8
+from kernels.indexer import fp8, op
+from kernels.indexer.windows import TILE, window_bytes
 from launch.config.load import load_recipe
 from launch.resume import compare
 from launch.summary import memory_terms
@@ -140,6 +142,41 @@ def test_it_counts_the_pools_of_full_precision_that_it_finds() -> None:
     assert (made.found, made.wanted) == (2 * found, 2 * wanted)
     made.reset()
     assert recalls([made], CPU, None) == {}
+
+
+def test_comparing_takes_the_kernels_where_they_run_and_few_queries_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    inputs, documents = case()
+    made, asked = selector(), []
+    chosen = made(inputs, documents, 0)
+    real = op.select
+
+    def select(*args: Any, backend: str, **options: Any) -> torch.Tensor:
+        asked.append((backend, args[5]))
+        return real(*args, backend="torch", **options)
+
+    monkeypatch.setattr(op, "select", select)
+    monkeypatch.setattr(op, "refusal", lambda queries, count: None)
+    monkeypatch.setattr(fp8_selector, "CAP_BYTES", 100_000)
+    made.reset()
+    assert torch.equal(made(inputs, documents, 0), chosen)
+    assert (made.found, made.wanted) == by_hand(chosen, range(sum(LENGTHS)))
+    ((backend, windows),) = asked
+    assert backend == "triton" and len(windows) > 1
+    for window in windows:
+        rows = window.q1 - window.q0
+        assert window_bytes(rows, window.width, 8) <= 100_000 < window_bytes(200, window.width, 8)
+        assert window.width % TILE == 0 and window.width >= len(inputs.keys)
+        assert window.widest == max(LENGTHS) // 4
+
+
+def test_no_queries_choose_nothing_and_compare_nothing() -> None:
+    """A rank may have none, of documents that leave others a choice."""
+    inputs, documents = case()
+    none = replace(inputs, queries=inputs.queries[:0], weights=inputs.weights[:0])
+    made = selector()
+    assert made(none, documents.rows(5, 5), 5).shape == (0, 8) and made.wanted is None
 
 
 @pytest.mark.parametrize("compared", [1, 7, 100])
