@@ -70,6 +70,7 @@ def test_every_selector_is_wrapped_and_still_gets_its_kernel(
 ) -> None:
     offer(monkeypatch, Sorting(), "triton", INDEXER)
     overrides = [ON, "model.indexer_kernel=triton", "components.indexer_fp8.compared=5"]
+    overrides += [f"components.indexer_fp8.rotate={sharded}"]
     overrides += ["components.indexer_sharding.enabled=true"] if sharded else []
     recipe = load_recipe(write_recipe(tmp_path, STEADY_GLM), overrides).recipe
     run = prepare(recipe, tmp_path, "cpu", 1)
@@ -78,11 +79,13 @@ def test_every_selector_is_wrapped_and_still_gets_its_kernel(
     selector = run.config.model_spec.model.layers[3].attention.indexer.selector
     assert isinstance(selector, Fp8Selector.Config)
     assert (selector.count, selector.kpool, selector.compared) == (32, 4, 5)
+    assert selector.rotate == sharded
     inner = selector.inner
     if sharded:
         assert isinstance(inner, ShardedSelector.Config)
         inner = inner.inner
     assert isinstance(inner, KernelPoolSelector.Config)
+    assert (selector.scale, selector.count) == (inner.scale, inner.topk // inner.kpool)
 
 
 def case() -> tuple[IndexerInputs, Documents]:
@@ -277,7 +280,7 @@ def test_a_run_ends_where_too_few_pools_are_found(tmp_path: Path, overrides: lis
 
 
 def metrics_of(*layers: Any, min_recall: float = 0.9) -> dict[str, float]:
-    dims = SimpleNamespace(get_optional_mesh=lambda name: None)
+    dims = SimpleNamespace(get_optional_mesh={"loss": None}.__getitem__)
     parts = [Parts(layers)]
     trainer: Any = SimpleNamespace(parallel_dims=dims, model_parts=parts, device=CPU, step=7)
     return IndexerFp8(IndexerFp8.Config(min_recall=min_recall)).metrics(trainer)
