@@ -1,5 +1,6 @@
 """Score the pools of sparse attention in fp8."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -10,7 +11,7 @@ import torch.nn as nn
 
 from components.core.base import Component, MemoryTerm, Target
 from components.core.problems import Problem
-from components.core.sizes import FLOAT32, compute_itemsize, local_tokens
+from components.core.sizes import FLOAT32, compute_itemsize, mixed_tokens
 from components.models.glm_flash.fp8_selector import Fp8Selector
 from components.models.glm_flash.indexer import PoolSelector
 from components.models.glm_flash.settings import GlmFlashModel
@@ -43,12 +44,13 @@ class IndexerFp8(Component):
     }
     headlines = {"indexer/fp8_recall": "fp8 recall"}
     changes_training = True
+    watches = ("min_recall", "compared")
 
     @dataclass(kw_only=True, slots=True)
     class Config(Component.Config):
         min_recall: float = 0.9
         """The run ends where a layer's recall is below, at steps that are logged. Between 0 and 1;
-        0 looks at nothing. Random numbers have about 0.957."""
+        0 ends none. Random numbers have about 0.957."""
 
         rotate: bool = True
         """Turn queries and keys by a Hadamard matrix before they are rounded, so that a channel
@@ -125,7 +127,7 @@ class IndexerFp8(Component):
         assert isinstance(model, GlmFlashModel)
         of_head = model.index_head_dim + 2 * FLOAT32  # factors, and weights times factors
         keys = (model.index_head_dim + FLOAT32) // model.index_kpool
-        nbytes = local_tokens(recipe) * (model.index_n_heads * of_head + keys)
+        nbytes = mixed_tokens(recipe) * (model.index_n_heads * of_head + keys)
         return [MemoryTerm("queries and keys of one layer's indexer in fp8", nbytes)]
 
     def before_step(self, trainer: "RecipeTrainer") -> None:
@@ -148,9 +150,9 @@ class IndexerFp8(Component):
         if shares[least] < self.config.min_recall:
             raise RuntimeError(
                 f"{self.path}.min_recall: {self.config.min_recall}, and in step {trainer.step} fp8 "
-                f"chose {shares[least]:.4f} of the pools that full precision chooses in sparse "
-                f"layer {least} of {len(shares)}; legal: a min_recall up to that, rotate=true "
-                f"where it is off, or {self.path}.enabled=false"
+                f"chose {_below(shares[least])} of the pools that full precision chooses in sparse "
+                f"layer {least} of {len(selectors)}; legal: a min_recall up to that, to continue "
+                f"this run; rotate=true where it is off, or {self.path}.enabled=false, for another"
             )
         return {"indexer/fp8_recall": shares[least]}
 
@@ -169,6 +171,11 @@ def recalls(
         dist.all_reduce(total, group=group)
     pairs = enumerate(total.view(-1, 2).tolist())
     return {layer: found / wanted for layer, (found, wanted) in pairs if wanted}
+
+
+def _below(share: float) -> str:
+    """Four places that are legal themselves: cut, not rounded."""
+    return f"{math.floor(share * 10_000) / 10_000:.4f}"
 
 
 def _selectors(parts: list[nn.Module]) -> list[Fp8Selector]:

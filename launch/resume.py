@@ -114,8 +114,15 @@ def compare(saved: dict[str, Any], present: dict[str, Any]) -> list[tuple[str, A
     return [
         (key, before.get(key), now.get(key))
         for key in dict.fromkeys([*before, *now])
-        if not _may_change(key) and before.get(key) != now.get(key)
+        if not (_may_change(key) or _off(key, before, now)) and before.get(key) != now.get(key)
     ]
+
+
+def _off(key: str, before: dict[str, Any], now: dict[str, Any]) -> bool:
+    """Whether the key is of a technique that is off, and was off or not there yet."""
+    section, name, _ = f"{key}..".split(".", 2)
+    switch = f"{section}.{name}.enabled"
+    return section == "components" and not (before.get(switch) or now.get(switch))
 
 
 def _may_change(key: str) -> bool:
@@ -124,8 +131,11 @@ def _may_change(key: str) -> bool:
     section, _, rest = key.partition(".")
     if section == "components":
         # Techniques that do not change what is learnt may be switched between two launches.
-        technique = component_types().get(rest.partition(".")[0])
-        return technique is None or not technique.changes_training
+        name, _, setting = rest.partition(".")
+        technique = component_types().get(name)
+        if technique is None or not technique.changes_training:
+            return True
+        return setting in technique.watches
     return any(key == free or key.startswith(f"{free}.") for free in MAY_CHANGE)
 
 

@@ -94,6 +94,9 @@ class Component(Configurable):
     """Whether the run learns something else with it than without. Then a run cannot be continued
     with other settings of it."""
 
+    watches: ClassVar[tuple[str, ...]] = ()
+    """Settings of such a technique that only look on: a run may be continued with others."""
+
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
         enabled: bool = False

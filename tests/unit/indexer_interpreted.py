@@ -109,6 +109,7 @@ def check_fp8(lengths: tuple[int, ...], count: int, begin: int, stop: int) -> No
     makes numbers of nan and rounds ties its own way."""
     torch.cuda.device_of = lambda x: nullcontext()  # type: ignore[assignment,misc]
     problem = make_problem(lengths, size=2, heads=32, dtype=torch.float16, begin=begin, stop=stop)
+    problem.keys *= 2.0 ** torch.randint(-3, 4, (len(problem.keys), 1))
     first, end = problem.ranges(begin)
     want = choose_by_sorting(problem.scores(), first, end, count)
     single = torch.eye(64, dtype=torch.float16).repeat(3, 1) * 7
@@ -141,5 +142,6 @@ if __name__ == "__main__":
     check_rows_left()
     check_walk((9, 3, 1, 230, 5), 3, 9000, 221, 246)
     check_fp8((9, 3, 1, 230, 5), 3, 221, 246)
+    check_fp8((140, 3, 230, 5), 3, 353, 376)  # windows begin at pool 64
     check_nothing_open()
     print("as defined")

@@ -11,6 +11,7 @@ from torchtitan.config.override import apply_overrides
 
 from components.core.base import Target
 from components.indexer_fp8 import IndexerFp8, recalls
+from components.models.glm_flash import fp8_selector
 from components.models.glm_flash.documents import Documents
 from components.models.glm_flash.fp8_selector import Fp8Selector
 from components.models.glm_flash.indexer import IndexerInputs, PoolSelector
@@ -20,8 +21,10 @@ from components.titan.build import prepare
 from components.titan.trainer import RecipeTrainer
 from kernels.backends.ops import INDEXER
 from kernels.dsa.pooling import find_pools
-from kernels.indexer import fp8
+from kernels.indexer import fp8, op
+from kernels.indexer.windows import TILE, window_bytes
 from launch.config.load import load_recipe
+from launch.resume import compare
 from launch.summary import memory_terms
 from tests.training import full, metrics, small_overrides, train, write_corpus
 from tests.unit.absorbed_support import Sorting, offer
@@ -67,6 +70,7 @@ def test_every_selector_is_wrapped_and_still_gets_its_kernel(
 ) -> None:
     offer(monkeypatch, Sorting(), "triton", INDEXER)
     overrides = [ON, "model.indexer_kernel=triton", "components.indexer_fp8.compared=5"]
+    overrides += [f"components.indexer_fp8.rotate={sharded}"]
     overrides += ["components.indexer_sharding.enabled=true"] if sharded else []
     recipe = load_recipe(write_recipe(tmp_path, STEADY_GLM), overrides).recipe
     run = prepare(recipe, tmp_path, "cpu", 1)
@@ -75,11 +79,13 @@ def test_every_selector_is_wrapped_and_still_gets_its_kernel(
     selector = run.config.model_spec.model.layers[3].attention.indexer.selector
     assert isinstance(selector, Fp8Selector.Config)
     assert (selector.count, selector.kpool, selector.compared) == (32, 4, 5)
+    assert selector.rotate == sharded
     inner = selector.inner
     if sharded:
         assert isinstance(inner, ShardedSelector.Config)
         inner = inner.inner
     assert isinstance(inner, KernelPoolSelector.Config)
+    assert (selector.scale, selector.count) == (inner.scale, inner.topk // inner.kpool)
 
 
 def case() -> tuple[IndexerInputs, Documents]:
@@ -139,6 +145,41 @@ def test_it_counts_the_pools_of_full_precision_that_it_finds() -> None:
     assert (made.found, made.wanted) == (2 * found, 2 * wanted)
     made.reset()
     assert recalls([made], CPU, None) == {}
+
+
+def test_comparing_takes_the_kernels_where_they_run_and_few_queries_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    inputs, documents = case()
+    made, asked = selector(), []
+    chosen = made(inputs, documents, 0)
+    real = op.select
+
+    def select(*args: Any, backend: str, **options: Any) -> torch.Tensor:
+        asked.append((backend, args[5]))
+        return real(*args, backend="torch", **options)
+
+    monkeypatch.setattr(op, "select", select)
+    monkeypatch.setattr(op, "refusal", lambda queries, count: None)
+    monkeypatch.setattr(fp8_selector, "CAP_BYTES", 100_000)
+    made.reset()
+    assert torch.equal(made(inputs, documents, 0), chosen)
+    assert (made.found, made.wanted) == by_hand(chosen, range(sum(LENGTHS)))
+    ((backend, windows),) = asked
+    assert backend == "triton" and len(windows) > 1
+    for window in windows:
+        rows = window.q1 - window.q0
+        assert window_bytes(rows, window.width, 8) <= 100_000 < window_bytes(200, window.width, 8)
+        assert window.width % TILE == 0 and window.width >= len(inputs.keys)
+        assert window.widest == max(LENGTHS) // 4
+
+
+def test_no_queries_choose_nothing_and_compare_nothing() -> None:
+    """A rank may have none, of documents that leave others a choice."""
+    inputs, documents = case()
+    none = replace(inputs, queries=inputs.queries[:0], weights=inputs.weights[:0])
+    made = selector()
+    assert made(none, documents.rows(5, 5), 5).shape == (0, 8) and made.wanted is None
 
 
 @pytest.mark.parametrize("compared", [1, 7, 100])
@@ -238,12 +279,55 @@ def test_a_run_ends_where_too_few_pools_are_found(tmp_path: Path, overrides: lis
         train(tmp_path, [*overrides, "components.indexer_fp8.min_recall=1.0"])
 
 
+def metrics_of(*layers: Any, min_recall: float = 0.9) -> dict[str, float]:
+    dims = SimpleNamespace(get_optional_mesh={"loss": None}.__getitem__)
+    parts = [Parts(layers)]
+    trainer: Any = SimpleNamespace(parallel_dims=dims, model_parts=parts, device=CPU, step=7)
+    return IndexerFp8(IndexerFp8.Config(min_recall=min_recall)).metrics(trainer)
+
+
+class Parts:
+    """A model of selectors that have counted."""
+
+    def __init__(self, layers: Any) -> None:
+        self.layers = layers
+
+    def modules(self) -> list[Fp8Selector]:
+        made = [selector() for _ in self.layers]
+        for module, counts in zip(made, self.layers, strict=True):
+            module.found, module.wanted = counts.found, counts.wanted
+        return made
+
+
+def test_the_layer_with_the_fewest_is_said_and_a_share_that_it_says_is_legal() -> None:
+    nothing = SimpleNamespace(found=None, wanted=None)
+    layers = nothing, counted(99_999, 100_000), counted(95_678, 100_000)
+    assert metrics_of(*layers) == {"indexer/fp8_recall": 0.95678}
+    assert metrics_of(*layers, min_recall=0.95678) == {"indexer/fp8_recall": 0.95678}
+    assert metrics_of(nothing) == {}
+    with pytest.raises(
+        RuntimeError, match=r"in step 7 .* chose 0\.9567 of .* layer 2 of 3; legal: .*continue"
+    ):
+        metrics_of(*layers, min_recall=0.9568)
+    assert metrics_of(*layers, min_recall=0.9567)
+
+
+def test_what_only_looks_on_may_change_when_a_run_continues() -> None:
+    key = "components.indexer_fp8"
+    before = {f"{key}.enabled": True, f"{key}.min_recall": 0.9, f"{key}.compared": 128}
+    now = {"enabled": True, "min_recall": 0.5, "compared": 4}
+    given = {"components": {"indexer_fp8": now | {"rotate": False}}}
+    assert compare({**before, f"{key}.rotate": True}, given) == [(f"{key}.rotate", True, False)]
+
+
 def test_the_plan_has_the_rounded_operands(tmp_path: Path) -> None:
-    recipe = load_recipe(write_recipe(tmp_path, STEADY_GLM), [ON]).recipe
-    model = recipe.model
-    terms = {t.name: t.nbytes for t in memory_terms(recipe, Target("cuda", 1))}
-    heads, width = model.index_n_heads, model.index_head_dim  # type: ignore[attr-defined]
-    of_keys = 2048 * ((width + 4) // 4)
-    assert terms["queries and keys of one layer's indexer in fp8"] == (
-        2048 * heads * (width + 8) + of_keys
-    )
+    for ranks in (1, 2):  # tensor ranks hold the queries of all
+        given = [ON, f"parallelism.tensor_parallel_degree={ranks}"]
+        recipe = load_recipe(write_recipe(tmp_path, STEADY_GLM), given).recipe
+        model = recipe.model
+        terms = {t.name: t.nbytes for t in memory_terms(recipe, Target("cuda", ranks))}
+        heads, width = model.index_n_heads, model.index_head_dim  # type: ignore[attr-defined]
+        of_keys = 2048 * ((width + 4) // 4)
+        assert terms["queries and keys of one layer's indexer in fp8"] == (
+            2048 * heads * (width + 8) + of_keys
+        )

@@ -256,6 +256,7 @@ def test_bf16_moments_are_counted(tmp_path: Path) -> None:
 def test_a_run_goes_on_only_with_the_same_inexact_techniques(monkeypatch: Any) -> None:
     recipe = load_recipe(RECIPES / "quickstart.yaml", []).recipe
     saved = {
+        "components.chunked_loss.enabled": True,
         "components.full_recompute.enabled": True,
         "components.chunked_loss.num_chunks": 4,
         "optimizer.lr": 0.002,
@@ -267,6 +268,16 @@ def test_a_run_goes_on_only_with_the_same_inexact_techniques(monkeypatch: Any) -
     monkeypatch.setattr(chunked, "changes_training", True)
     differing = {key for key, _, _ in resume.compare(saved, now) if key in saved}
     assert differing == {"components.chunked_loss.num_chunks"}
+
+
+def test_a_run_goes_on_where_an_inexact_technique_is_new_and_off() -> None:
+    off = {"components": {"indexer_fp8": {"enabled": False, "rotate": True}}}
+    on = {"components": {"indexer_fp8": {"enabled": True, "rotate": True}}}
+    was_on = {"components.indexer_fp8.enabled": True, "components.indexer_fp8.rotate": True}
+    switch = "components.indexer_fp8.enabled"
+    assert resume.compare({}, off) == []
+    assert (switch, None, True) in resume.compare({}, on)
+    assert resume.compare(was_on, off) == [(switch, True, False)]
 
 
 def test_out_of_memory_advice_names_only_what_is_off() -> None:

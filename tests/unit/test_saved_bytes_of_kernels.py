@@ -13,7 +13,7 @@ from components.models.glm_flash.mla import SparseMlaCore
 from components.models.glm_flash.trimmed import SITES
 from kernels import row_blocks
 from kernels.backends.ops import HYPER_CONNECTIONS
-from kernels.dsa import absorbed
+from kernels.dsa import absorbed, dense
 from kernels.hyper_connections import fused
 from tests.unit.absorbed_support import Gathering, offer
 from tests.unit.models_support import tiny_glm
@@ -90,6 +90,24 @@ def test_a_piece_needs_room_for_what_its_kernel_made() -> None:
     assert needed("tilelang") - needed("torch") == (
         made + chunk + latents - 2 * absorbed.CHUNK_BYTES
     )
+
+
+def test_dense_attention_needs_room_for_heads_that_are_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    settings = tiny_glm(n_heads=64, sparse_mla_kernel="dense", sparse_mla_chunk=2**30)
+    recipe = small_recipe(settings, TOKENS, tuple(SITES), 0)
+    row = TOKENS * (settings.qk_head_dim + settings.v_head_dim)
+
+    def needed() -> int:
+        sizes = settings.layer_working_set_bytes(recipe, "cpu")
+        assert sizes is not None
+        return sizes[DSA_MOE]
+
+    whole = needed()
+    monkeypatch.setattr(dense, "MOST_ELEMENTS", 20 * row)
+    # Four groups of 16: keys and values and their gradients, those in float32 as well.
+    assert whole - needed() == (64 - 16) * row * (2 + 2 + 4)
 
 
 def test_streams_that_kernels_merge_again_whole_have_their_room(

@@ -69,6 +69,7 @@ def check_run(model: "GlmFlashModel", recipe: "Recipe") -> list[Finding]:
             "of this model's mixers; use components.context_parallel.enabled=true, or 1"
         )
         found.append(("parallelism.context_parallel_degree", message))
+    found += _dense_attention(model, recipe)
     if parallel.expert_parallel_degree > 1 and model.n_experts is None:
         message = (
             f"{parallel.expert_parallel_degree} with model.n_experts = null: there are no experts "
@@ -91,6 +92,18 @@ def check_run(model: "GlmFlashModel", recipe: "Recipe") -> list[Finding]:
         if reason is not None:
             found.append(("model.sparse_mla_kernel", reason))
     return found
+
+
+def _dense_attention(model: "GlmFlashModel", recipe: "Recipe") -> Iterator[Finding]:
+    """Keys and values are of the tokens of all context ranks and all tensor ranks."""
+    if model.sparse_mla_kernel != "dense" or "dsa" not in model.layer_types:
+        return
+    tokens = recipe.training.local_batch_size * recipe.training.seq_len
+    try:
+        dense.heads_together(tokens, model.n_heads, model.qk_head_dim + model.v_head_dim)
+    except ValueError as error:
+        key = "model.sparse_mla_kernel"
+        yield key, str(error).removeprefix(f"{key}=")
 
 
 def _ranges(model: "GlmFlashModel") -> Iterator[Finding]:

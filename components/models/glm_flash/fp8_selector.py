@@ -7,9 +7,9 @@ from torchtitan.protocols.module import Module
 
 from components.models.glm_flash.documents import Documents
 from components.models.glm_flash.indexer import IndexerInputs
-from kernels.indexer import naive
+from kernels.indexer import op
 from kernels.indexer.fp8 import chosen_of, in_fp8
-from kernels.indexer.windows import CAP_BYTES, TILE, Window
+from kernels.indexer.windows import CAP_BYTES, TILE, Window, window_bytes
 
 
 class Fp8Selector(Module):
@@ -62,13 +62,22 @@ class Fp8Selector(Module):
         rows = torch.arange(total - 1, -1, -step, device=chosen.device).flip(0)
         first = inputs.pools.before[rows + begin]
         end = first + (documents.position[rows] + 1) // settings.kpool
-        pools = len(inputs.keys)
-        everything = Window(0, len(rows), 0, -(-pools // TILE) * TILE, pools)
-        wanted = naive.select(
-            inputs.queries[rows], inputs.weights[rows], inputs.keys, first.int(), end.int(),
-            (everything,), settings.count, settings.scale, CAP_BYTES,
+        queries, most = inputs.queries[rows], max(documents.lengths) // settings.kpool
+        windows = _windows(len(rows), len(inputs.keys), most, settings.count)
+        # At 1M tokens plain torch could take as long as fp8 saves.
+        kernels = op.refusal(queries, settings.count) is None
+        wanted = op.select(
+            queries, inputs.weights[rows], inputs.keys, first.int(), end.int(), windows,
+            count=settings.count, scale=settings.scale, backend="triton" if kernels else "torch",
         )  # fmt: skip
         wanted.masked_fill_((end - first <= settings.count).unsqueeze(1), -1)
         found, sought = chosen_of(chosen[rows], wanted), (wanted >= 0).sum()
         self.found = found if self.found is None else self.found + found
         self.wanted = sought if self.wanted is None else self.wanted + sought
+
+
+def _windows(rows: int, pools: int, most: int, count: int) -> tuple[Window, ...]:
+    """Rows that look at all pools, at a time as many as the cap of memory lets them be."""
+    width = -(-pools // TILE) * TILE
+    step = max(1, CAP_BYTES // window_bytes(1, width, count))
+    return tuple(Window(q0, min(q0 + step, rows), 0, width, most) for q0 in range(0, rows, step))
