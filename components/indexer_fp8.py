@@ -59,7 +59,7 @@ class IndexerFp8(Component):
 
         compared: int = 128
         """Queries per layer, rank and piece of a batch that choose in full precision too, evenly
-        spaced; at least 1."""
+        spaced; at least 1. Of few the share is left to chance."""
 
     config: Config
 

@@ -16,6 +16,7 @@ from torchtitan.distributed.activation_checkpoint import FullAC
 
 from components.core.problems import RecipeError
 from components.core.recipe import Recipe
+from components.models.glm_flash.settings import GlmFlashModel
 from components.core.registry import component_types
 from components.titan.attention import SdpaAttention
 from components.titan.build import prepare
@@ -220,10 +221,13 @@ def test_a_key_that_does_not_change_what_is_learnt_may_change(saved: Any, key: s
     assert differences(saved, key, ALLOWED[key]) == []
 
 
-def test_a_run_may_continue_with_another_kda_kernel() -> None:
-    before = {"model.kda_kernel": "fla", "model.kda_heads": 64}
-    assert resume.compare(before, {"model": {"kda_kernel": "reference", "kda_heads": 64}}) == []
-    changed = resume.compare(before, {"model": {"kda_kernel": "fla", "kda_heads": 32}})
+@pytest.mark.parametrize(
+    "name", [f.name for f in dataclasses.fields(GlmFlashModel) if f.name.endswith("_kernel")]
+)
+def test_a_run_may_continue_with_other_kernels(name: str) -> None:
+    before = {f"model.{name}": "fla", "model.kda_heads": 64}
+    assert resume.compare(before, {"model": {name: "reference", "kda_heads": 64}}) == []
+    changed = resume.compare(before, {"model": {name: "fla", "kda_heads": 32}})
     assert changed == [("model.kda_heads", 64, 32)]
 
 
