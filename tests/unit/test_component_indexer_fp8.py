@@ -223,6 +223,7 @@ def test_recall_is_by_layer_and_over_all_ranks(monkeypatch: pytest.MonkeyPatch) 
     nothing = SimpleNamespace(found=None, wanted=None)
     layers = [counted(9, 10), nothing, counted(1, 2)]
     assert recalls(layers, CPU, None) == {0: 0.9, 2: 0.5}
+    assert recalls([counted(0, 5)], CPU, None) == {0: 0.0}
     asked = []
 
     def add_other_rank(total: torch.Tensor, group: Any) -> None:
@@ -233,6 +234,18 @@ def test_recall_is_by_layer_and_over_all_ranks(monkeypatch: pytest.MonkeyPatch) 
     group: Any = "the ranks"
     assert recalls(layers, CPU, group) == {0: 0.45, 1: 0.75, 2: 0.5} and asked == [group]
     assert recalls([], CPU, group) == {} and len(asked) == 1
+
+
+def test_every_step_counts_for_itself(tmp_path: Path) -> None:
+    recipe = load_recipe(write_recipe(tmp_path, STEADY_GLM), [ON]).recipe
+    inputs, documents = case()
+    made, part = selector(), torch.nn.Module()
+    part.selector = made
+    trainer: Any = SimpleNamespace(model_parts=[part])
+    for _ in range(2):
+        IndexerFp8(recipe.components.indexer_fp8).before_step(trainer)
+        made(inputs, documents, 0)
+        assert made.wanted == by_hand(made(inputs, documents, 0), range(sum(LENGTHS)))[1] * 2
 
 
 @pytest.fixture(scope="module")

@@ -59,7 +59,7 @@ class Fp8Selector(Module):
         """Evenly spaced queries, the last one among them: it may choose the most."""
         settings, total = self.config, len(chosen)
         step = -(-total // min(settings.compared, total))
-        rows = torch.arange(total - 1, -1, -step, device=chosen.device).flip(0)
+        rows = torch.arange(total - 1, -1, -step, device=chosen.device)
         first = inputs.pools.before[rows + begin]
         end = first + (documents.position[rows] + 1) // settings.kpool
         queries, most = inputs.queries[rows], max(documents.lengths) // settings.kpool
