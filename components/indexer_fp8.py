@@ -7,15 +7,16 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-import torch.nn as nn
 
 from components.core.base import Component, MemoryTerm, Target
+from components.core.modules import modules_of
 from components.core.problems import Problem
 from components.core.sizes import FLOAT32, compute_itemsize, mixed_tokens
 from components.models.glm_flash.fp8_selector import Fp8Selector
 from components.models.glm_flash.indexer import PoolSelector
 from components.models.glm_flash.settings import GlmFlashModel
 from components.models.glm_flash.sparse_kernels import choose_indexer
+from components.models.glm_flash.with_indexer import has_indexer, no_indexer
 from components.titan.plan import RunPlan
 from kernels.backends import machine
 from kernels.backends.registry import REFERENCE
@@ -65,12 +66,8 @@ class IndexerFp8(Component):
 
     def check(self, recipe: "Recipe", target: Target) -> Iterator[Problem]:
         model, settings = recipe.model, self.config
-        if not isinstance(model, GlmFlashModel) or "dsa" not in model.layer_types:
-            yield Problem(
-                f"{self.path}.enabled",
-                "true needs a model with sparse attention; this one has no indexer",
-                "use model=glm_flash, put a dsa layer into model.layer_types, or leave it out",
-            )
+        if not has_indexer(model):
+            yield no_indexer(self.path)
             return
         if not 0 <= settings.min_recall <= 1:
             yield Problem(
@@ -131,7 +128,7 @@ class IndexerFp8(Component):
         return [MemoryTerm("queries and keys of one layer's indexer in fp8", nbytes)]
 
     def before_step(self, trainer: "RecipeTrainer") -> None:
-        for selector in _selectors(trainer.model_parts):
+        for selector in modules_of(trainer.model_parts, Fp8Selector):
             selector.reset()
 
     def metrics(self, trainer: "RecipeTrainer") -> dict[str, float]:
@@ -141,7 +138,7 @@ class IndexerFp8(Component):
             RuntimeError: a layer's recall is below ``min_recall``, on every rank.
         """
         mesh = trainer.parallel_dims.get_optional_mesh("loss")
-        selectors = _selectors(trainer.model_parts)
+        selectors = modules_of(trainer.model_parts, Fp8Selector)
         group = None if mesh is None else mesh.get_group()
         shares = recalls(selectors, trainer.device, group)
         if not shares:
@@ -176,8 +173,3 @@ def recalls(
 def _below(share: float) -> str:
     """Four places that are legal themselves: cut, not rounded."""
     return f"{math.floor(share * 10_000) / 10_000:.4f}"
-
-
-def _selectors(parts: list[nn.Module]) -> list[Fp8Selector]:
-    modules = (module for part in parts for module in part.modules())
-    return [module for module in modules if isinstance(module, Fp8Selector)]

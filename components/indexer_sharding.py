@@ -8,10 +8,11 @@ import torch.nn as nn
 from torchtitan.distributed import ParallelDims
 
 from components.core.base import Component, Target
+from components.core.modules import modules_of
 from components.core.problems import Problem
 from components.models.glm_flash.indexer import PoolSelector
-from components.models.glm_flash.settings import GlmFlashModel
 from components.models.glm_flash.sharded_selector import ShardedSelector
+from components.models.glm_flash.with_indexer import has_indexer, no_indexer
 from components.titan.plan import ParallelizeFn, RunPlan
 
 if TYPE_CHECKING:
@@ -47,12 +48,8 @@ class IndexerSharding(Component):
 
     def check(self, recipe: "Recipe", target: Target) -> Iterator[Problem]:
         model, parallel = recipe.model, recipe.parallelism
-        if not isinstance(model, GlmFlashModel) or "dsa" not in model.layer_types:
-            yield Problem(
-                f"{self.path}.enabled",
-                "true needs a model with sparse attention; this one has no indexer",
-                "use model=glm_flash, put a dsa layer into model.layer_types, or leave it out",
-            )
+        if not has_indexer(model):
+            yield no_indexer(self.path)
         elif parallel.tensor_parallel_degree == 1:
             yield Problem(
                 f"{self.path}.enabled",
@@ -65,11 +62,11 @@ class IndexerSharding(Component):
         plan.wrap_parallelize(_connecting)
 
     def before_step(self, trainer: "RecipeTrainer") -> None:
-        for selector in _selectors(trainer.model_parts):
+        for selector in modules_of(trainer.model_parts, ShardedSelector):
             selector.meter.reset()
 
     def metrics(self, trainer: "RecipeTrainer") -> dict[str, float]:
-        meters = [selector.meter for selector in _selectors(trainer.model_parts)]
+        meters = [selector.meter for selector in modules_of(trainer.model_parts, ShardedSelector)]
         return {
             "indexer/received": sum(meter.nbytes for meter in meters) / 2**20,
             "indexer/time_saved": 1e3 * sum(meter.seconds_saved for meter in meters),
@@ -87,13 +84,8 @@ def _connecting(parallelize: ParallelizeFn) -> ParallelizeFn:
                 "components.indexer_sharding.enabled: true shares scoring over tensor ranks, and "
                 f"{_DEGREE} is 1; legal: 2 or more"
             )
-        for selector in _selectors([model]):
+        for selector in modules_of([model], ShardedSelector):
             selector.group = mesh.get_group()
         return parallelize(model, parallel_dims=parallel_dims, **others)
 
     return parallelize_and_connect
-
-
-def _selectors(parts: list[nn.Module]) -> list[ShardedSelector]:
-    modules = (module for part in parts for module in part.modules())
-    return [module for module in modules if isinstance(module, ShardedSelector)]

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.distributed as dist
@@ -10,6 +10,7 @@ from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed import ParallelDims
 
 from components.core.base import Component, MemoryTerm, Target
+from components.core.modules import modules_of
 from components.core.problems import Problem
 from components.core.sizes import FLOAT32, local_tokens
 from components.models.counts import count_parameters
@@ -17,6 +18,7 @@ from components.models.glm_flash.decoder import GlmFlashDecoder
 from components.models.glm_flash.indexer_loss import IndexerLoss
 from components.models.glm_flash.mla import SparseMLA
 from components.models.glm_flash.settings import GlmFlashModel
+from components.models.glm_flash.with_indexer import has_indexer, no_indexer
 from components.models.glm_flash.working_set import form_of
 from components.titan.batch import sequences_per_step
 from components.titan.plan import RunPlan
@@ -69,14 +71,8 @@ class IndexerTraining(Component):
                 f"{self.config.coefficient} would train nothing",
                 f"use a number above 0, or {self.path}.enabled=false",
             )
-        model = recipe.model
-        if not isinstance(model, GlmFlashModel) or "dsa" not in model.layer_types:
-            yield Problem(
-                f"{self.path}.enabled",
-                "true needs a model with sparse attention; this one has no indexer",
-                "use model=glm_flash, glm_flash_4layer or glm_flash_tiny, put a dsa layer into "
-                "model.layer_types, or leave it out",
-            )
+        if not has_indexer(recipe.model):
+            yield no_indexer(self.path)
 
     def apply(self, plan: RunPlan) -> None:
         model = plan.model
@@ -128,11 +124,11 @@ class IndexerTraining(Component):
         yield MemoryTerm("gradients and moments of frozen parameters, not needed", -size, where)
 
     def before_step(self, trainer: "RecipeTrainer") -> None:
-        for loss in _losses(trainer):
+        for loss in modules_of(trainer.model_parts, IndexerLoss):
             loss.reset()
 
     def metrics(self, trainer: "RecipeTrainer") -> dict[str, float]:
-        losses = _losses(trainer)
+        losses = modules_of(trainer.model_parts, IndexerLoss)
         sums = [loss.divergence for loss in losses if loss.divergence is not None]
         if not sums:
             return {}
@@ -141,8 +137,3 @@ class IndexerTraining(Component):
         if mesh is not None:
             dist.all_reduce(total, group=mesh.get_group())
         return {"indexer/kl": total.item() / len(losses)}
-
-
-def _losses(trainer: Any) -> list[IndexerLoss]:
-    modules = (module for part in trainer.model_parts for module in part.modules())
-    return [module for module in modules if isinstance(module, IndexerLoss)]

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from components.core.base import Component, MemoryTerm, Target
+from components.core.modules import modules_of
 from components.core.problems import Problem
 from components.core.registry import loss_term
 from components.offload.accountant import GIB, gib, host_accountant
@@ -171,8 +172,7 @@ class SelectiveCheckpointOffload(Component):
 
     def on_built(self, trainer: "RecipeTrainer") -> None:
         """Pin the memory, on all ranks or on none, and tell the layers."""
-        layers = [m for p in trainer.model_parts for m in p.modules()]
-        recomputed = [module for module in layers if isinstance(module, RecomputedLayer)]
+        recomputed = modules_of(trainer.model_parts, RecomputedLayer)
         if not recomputed:
             raise ValueError(
                 f"{self.path}.enabled: true needs recomputed layers; "

@@ -8,6 +8,7 @@ import torch
 from torchtitan.models.common.moe import GroupedExperts, MoE, TokenChoiceTopKRouter
 
 from components.core.base import Component, MemoryTerm, Target
+from components.core.modules import modules_of
 from components.core.problems import Problem
 from components.core.sizes import FLOAT32, compute_itemsize
 from components.expert_dispatch.balanced_experts import BalancedRoutedExperts
@@ -161,8 +162,7 @@ class PlannedExperts(Component):
         return [term for term in found if term.nbytes]
 
     def on_built(self, trainer: "RecipeTrainer") -> None:
-        modules = (module for part in trainer.model_parts for module in part.modules())
-        self._experts = [m for m in modules if isinstance(m, BalancedRoutedExperts)]
+        self._experts = modules_of(trainer.model_parts, BalancedRoutedExperts)
 
     def before_step(self, trainer: "RecipeTrainer") -> None:
         self._record = LoadRecord()

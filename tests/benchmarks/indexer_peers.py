@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from kernels.dsa.select import pool_scores
+from kernels.indexer.fp8 import round_rows
 from tests.benchmarks.case import Outputs, Runnable
 from tests.benchmarks.fetched import Fetched
 from tests.benchmarks.indexer_inputs import POOL, SCALE, Inputs
@@ -20,7 +21,6 @@ from tests.benchmarks.probes import Device
 SCORE_FILES = ("fp8_lighting_indexer.py", "utils.py")
 SELECT_FILES = (*SCORE_FILES, "topk_selector.py")
 TOLERANCE = {"scores": 1e-3, "chosen scores": 1e-3}
-_LARGEST = 448.0
 _CHUNK_BYTES = 2**31
 _CHUNK_QUERIES = 4096
 _KEY_BLOCK = 256
@@ -49,19 +49,11 @@ def chunks(inputs: Inputs) -> Iterator[Chunk]:
             yield Chunk(rows, last, ((token + 1) // POOL).int())
 
 
-def in_fp8(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys by a power of two each, so that the largest number of a key fits; float32 (P,) factors
-    to multiply scores with."""
-    largest = keys.float().abs().amax(1).clamp(min=1e-4)
-    factor = torch.exp2(torch.ceil(torch.log2(largest / _LARGEST)))
-    return (keys.float() / factor.unsqueeze(1)).to(torch.float8_e4m3fn), factor
-
-
 def _scorer(inputs: Inputs, fetched: Fetched) -> Callable[[Chunk], torch.Tensor]:
     """chunk -> float32 (Q, last) scores."""
     example = fetched.load("fp8_lighting_indexer.py").mqa_attn_return_logits_interface
     queries = inputs.queries.to(torch.float8_e4m3fn)
-    keys, factors = in_fp8(inputs.keys)
+    keys, factors = round_rows(inputs.keys, rotate=False)
     weights = inputs.weights * SCALE
 
     def score(chunk: Chunk) -> torch.Tensor:

@@ -11,7 +11,14 @@ import torchtitan.tools.utils
 
 from kernels.indexer import gluon_scores, gluon_topk, op, triton_scores, triton_topk, walk
 from kernels.indexer.windows import CAP_BYTES, GROUP, Window, Workspace, plan, workspaces
-from tests.unit.indexer_support import RAGGED, SCALE, Problem, choose_by_sorting, make_problem
+from tests.unit.indexer_support import (
+    RAGGED,
+    SCALE,
+    Problem,
+    assert_scores,
+    choose_by_sorting,
+    make_problem,
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -83,20 +90,9 @@ def test_scores_are_the_definitions_and_the_best_of_a_group_is_its_best(
     writer, lengths, heads, dim
 ):
     problem = rough(lengths, heads, dim)
-    first, end = problem.ranges()
     want = problem.scores()
     for window, space in written(writer, problem):
-        rows = slice(window.q0, window.q1)
-        pools = torch.arange(window.p0, window.p0 + window.width, device="cuda")
-        allowed = (pools >= first[rows, None]) & (pools < end[rows, None])
-        found = space.scores.masked_fill(~allowed, -INF)
-        here = want[rows, window.p0 : window.p0 + window.width]
-        known = allowed[:, : here.shape[1]].cpu()
-        error = (found.cpu()[:, : here.shape[1]][known] - here[known]).abs().max()
-        assert error < 2e-4 * here[known].abs().max(), error
-        best = found.unflatten(1, (-1, GROUP)).amax(2)
-        touched = allowed.unflatten(1, (-1, GROUP)).any(2)
-        assert torch.equal(space.best[touched], best[touched])
+        assert_scores(space, window, want, problem.ranges(), share=2e-4)
 
 
 @pytest.mark.parametrize("lengths", LENGTHS)

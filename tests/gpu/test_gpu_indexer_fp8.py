@@ -8,8 +8,15 @@ import torch
 import torchtitan.tools.utils
 
 from kernels.indexer import fp8, gluon_scores, op, triton_scores, walk
-from kernels.indexer.windows import GROUP, plan, workspaces
-from tests.unit.indexer_support import RAGGED, SCALE, choose_by_sorting, make_problem, rounded
+from kernels.indexer.windows import plan, workspaces
+from tests.unit.indexer_support import (
+    RAGGED,
+    SCALE,
+    assert_scores,
+    choose_by_sorting,
+    make_problem,
+    rounded,
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -76,34 +83,14 @@ def test_scores_are_the_definitions_and_the_best_of_a_group_is_its_best(
     problem.keys = draw(*problem.keys.shape, seed=3) * torch.rand(len(problem.keys), 1).cuda() * 9
     problem.keys = problem.keys.bfloat16()
     problem, factors = rounded(problem, rotate=True)
-    first, end = problem.ranges()
     want = problem.scores() * factors.cpu()
     windows = plan(lengths, problem.size, count=64)
     for window, space in workspaces(windows, 64, torch.device("cuda")):
         space.scores.fill_(float("nan"))
-        writer(
-            problem.queries,
-            problem.weights,
-            problem.keys,
-            first,
-            end,
-            space,
-            window,
-            SCALE,
-            factors,
-        )
-        rows = slice(window.q0, window.q1)
-        pools = torch.arange(window.p0, window.p0 + window.width, device="cuda")
-        allowed = (pools >= first[rows, None]) & (pools < end[rows, None])
-        found = space.scores.masked_fill(~allowed, -INF)
-        here = want[rows, window.p0 : window.p0 + window.width]
-        known = allowed[:, : here.shape[1]].cpu()
+        operands = problem.queries, problem.weights, problem.keys, *problem.ranges()
+        writer(*operands, space, window, SCALE, factors)
         # Tensor cores add products of fp8 with fewer bits than float32 has.
-        error = (found.cpu()[:, : here.shape[1]][known] - here[known]).abs().max()
-        assert error < 1e-3 * here[known].abs().max(), error
-        best = found.unflatten(1, (-1, GROUP)).amax(2)
-        touched = allowed.unflatten(1, (-1, GROUP)).any(2)
-        assert torch.equal(space.best[touched], best[touched])
+        assert_scores(space, window, want, problem.ranges(), share=1e-3)
 
 
 @pytest.mark.parametrize("lengths", [*RAGGED, TINY, (1021, 3, 1029), (*TINY, 4099, *TINY)])

@@ -1,10 +1,14 @@
 """Stand-ins for the kernels of sparse attention: the definitions, on any device."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torchtitan.config.override import apply_overrides
 
+from components.core.recipe import Recipe
+from components.titan.build import prepare
 from kernels.backends.ops import SPARSE_MLA
 from kernels.backends.registry import Backend, Operation
 from kernels.dsa.keys import selected_tokens
@@ -86,6 +90,15 @@ class Sorting:
             order = torch.sort(some, descending=True, stable=True).indices[:count]
             chosen[row, : len(order)] = order.sort().values.int()
         return chosen
+
+
+def prepared_selector(recipe: Recipe, run_dir: Path) -> Any:
+    """What chooses pools in the fourth layer of a recipe's model, as a run on the
+    CPU configures it."""
+    run = prepare(recipe, run_dir, "cpu", 1)
+    assert run.config.model_spec is not None
+    apply_overrides(run.config.override, run.config)
+    return run.config.model_spec.model.layers[3].attention.indexer.selector
 
 
 def offer(

@@ -7,6 +7,7 @@ import torch
 from components.models.glm_flash.documents import Documents
 from kernels.dsa.pooling import Pools, find_pools
 from kernels.indexer.fp8 import in_fp8
+from kernels.indexer.windows import GROUP, Window, Workspace
 
 RAGGED = [(1,), (3,), (37,), (1, 4, 3, 9, 64, 2, 5), (130, 7), (65, 1, 1, 66), (2, 1, 3)]
 SCALE = 0.25
@@ -67,6 +68,33 @@ def make_problem(
         lengths=lengths,
         size=size,
     )
+
+
+def assert_scores(
+    space: Workspace,
+    window: Window,
+    want: torch.Tensor,
+    ranges: tuple[torch.Tensor, torch.Tensor],
+    share: float,
+) -> None:
+    """A window's scores are those wanted, and the best of each group is its best, to the bit.
+
+    Args:
+        want: (Q, P) float64 on the CPU, of the whole batch.
+        ranges: see ``Problem.ranges``.
+        share: most error, as a share of the largest score.
+    """
+    (first, end), rows = ranges, slice(window.q0, window.q1)
+    pools = torch.arange(window.p0, window.p0 + window.width, device=first.device)
+    allowed = (pools >= first[rows, None]) & (pools < end[rows, None])
+    found = space.scores.masked_fill(~allowed, float("-inf"))
+    here = want[rows, window.p0 : window.p0 + window.width]
+    known = allowed[:, : here.shape[1]].cpu()
+    error = (found.cpu()[:, : here.shape[1]][known] - here[known]).abs().max()
+    assert error < share * here[known].abs().max(), error
+    best = found.unflatten(1, (-1, GROUP)).amax(2)
+    touched = allowed.unflatten(1, (-1, GROUP)).any(2)
+    assert torch.equal(space.best[touched], best[touched])
 
 
 def choose_by_sorting(

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torchtitan.config.override import apply_overrides
 
 from components.core.base import Target
 from components.indexer_fp8 import IndexerFp8, recalls
@@ -17,7 +16,6 @@ from components.models.glm_flash.fp8_selector import Fp8Selector
 from components.models.glm_flash.indexer import IndexerInputs, PoolSelector
 from components.models.glm_flash.sharded_selector import ShardedSelector
 from components.models.glm_flash.sparse_kernels import KernelPoolSelector
-from components.titan.build import prepare
 from components.titan.trainer import RecipeTrainer
 from kernels.backends.ops import INDEXER
 from kernels.dsa.pooling import find_pools
@@ -27,7 +25,7 @@ from launch.config.load import load_recipe
 from launch.resume import compare
 from launch.summary import memory_terms
 from tests.training import full, metrics, small_overrides, train, write_corpus
-from tests.unit.absorbed_support import Sorting, offer
+from tests.unit.absorbed_support import Sorting, offer, prepared_selector
 from tests.unit.config_support import STEADY_GLM, write_recipe
 
 ON = "components.indexer_fp8.enabled=true"
@@ -73,10 +71,7 @@ def test_every_selector_is_wrapped_and_still_gets_its_kernel(
     overrides += [f"components.indexer_fp8.rotate={sharded}"]
     overrides += ["components.indexer_sharding.enabled=true"] if sharded else []
     recipe = load_recipe(write_recipe(tmp_path, STEADY_GLM), overrides).recipe
-    run = prepare(recipe, tmp_path, "cpu", 1)
-    assert run.config.model_spec is not None
-    apply_overrides(run.config.override, run.config)
-    selector = run.config.model_spec.model.layers[3].attention.indexer.selector
+    selector = prepared_selector(recipe, tmp_path)
     assert isinstance(selector, Fp8Selector.Config)
     assert (selector.count, selector.kpool, selector.compared) == (32, 4, 5)
     assert selector.rotate == sharded

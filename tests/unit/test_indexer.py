@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.library import opcheck
 
 from kernels.dsa import select as plain
 from kernels.indexer import op, triton_topk, walk
@@ -123,7 +124,7 @@ def test_the_operator_is_a_legal_one():
     first, end = problem.ranges()
     flat = [n for window in plan(problem.lengths, 4, count=3) for n in window]
     args = (problem.queries, problem.weights, problem.keys, first, end, flat, 3, SCALE, M, "torch")
-    torch.library.opcheck(torch.ops.indexer.select.default, (*args, None))
+    opcheck(torch.ops.indexer.select.default, (*args, None))
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,7 @@ import pytest
 import torch
 
 from kernels.dsa import select as plain
-from kernels.indexer import fp8, gluon_scores, op
-from kernels.indexer.windows import GROUP, plan, workspaces
-from tests.unit import gluon_on_cpu
+from kernels.indexer import fp8, op
 from tests.unit.indexer_support import RAGGED, SCALE, choose_by_sorting, make_problem, rounded
 
 NAN, INF = float("nan"), float("inf")
@@ -120,40 +118,6 @@ def test_a_choice_depends_on_no_other_query():
     for a, b in zip(whole[:2], some[:2], strict=True):
         assert torch.equal(a[100:250].float(), b.float())
     assert torch.equal(whole.key_factors, some.key_factors)
-
-
-@pytest.mark.parametrize(
-    "lengths, begin, stop, heads, dim",
-    [((40,), 0, 40, 32, 64), ((9, 3, 1, 700, 5), 670, 718, 32, 64), ((650, 30), 630, 660, 64, 128)],
-)
-def test_the_hopper_kernel_computes_the_definition(lengths, begin, stop, heads, dim, monkeypatch):
-    kernel = gluon_on_cpu.Launched(gluon_scores._scores_kernel, gluon_scores)
-    monkeypatch.setattr(gluon_scores, "_scores_kernel", kernel)
-    monkeypatch.setattr(gluon_scores, "_descriptor", gluon_on_cpu.Descriptor)
-    monkeypatch.setattr(gluon_scores, "_SEGMENT", 256)
-    problem = make_problem(lengths, size=2, heads=heads, dim=dim, begin=begin, stop=stop)
-    problem.keys *= 2.0 ** torch.randint(-3, 4, (len(problem.keys), 1))
-    problem.queries[2, 5, 7] = NAN
-    want, (first, end) = problem.scores().float(), problem.ranges(begin)
-    low, factors = rounded(problem)
-    windows = plan(lengths, 2, count=4, begin=begin, stop=stop, cap_bytes=40_000)
-    for window, space in workspaces(windows, 4, torch.device("cpu")):
-        space.scores.fill_(INF)
-        space.best.fill_(INF)
-        gluon_scores.write_scores(
-            low.queries, low.weights, low.keys, first, end, space, window, SCALE, factors
-        )
-        rows = slice(window.q0, window.q1)
-        pools = torch.arange(window.p0, window.p0 + window.width)
-        allowed = (pools >= first[rows, None]) & (pools < end[rows, None])
-        known = want[rows, window.p0 : window.p0 + window.width]
-        here = torch.full(allowed.shape, -INF)
-        here[:, : known.shape[1]] = known
-        here[~allowed] = -INF
-        found, best = space.scores[allowed], here.unflatten(1, (-1, GROUP)).amax(2)
-        assert torch.equal(found.nan_to_num(7e9), here[allowed].nan_to_num(7e9))
-        seen = allowed.unflatten(1, (-1, GROUP)).any(2)
-        assert torch.equal(space.best[seen].nan_to_num(7e9), best[seen].nan_to_num(7e9))
 
 
 def test_pools_found_are_those_in_both():

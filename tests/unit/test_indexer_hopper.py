@@ -6,7 +6,7 @@ import torch
 from kernels.indexer import gluon_scores
 from kernels.indexer.windows import GROUP, Window, plan, workspaces
 from tests.unit import gluon_on_cpu
-from tests.unit.indexer_support import SCALE, Problem, make_problem
+from tests.unit.indexer_support import SCALE, Problem, make_problem, rounded
 
 NAN, INF = float("nan"), float("inf")
 
@@ -20,16 +20,21 @@ def on_cpu(monkeypatch):
 
 
 def check(
-    problem: Problem, first: torch.Tensor, end: torch.Tensor, windows: tuple[Window, ...]
+    problem: Problem,
+    first: torch.Tensor,
+    end: torch.Tensor,
+    windows: tuple[Window, ...],
+    in_fp8: bool = False,
 ) -> None:
     """Every score that may be asked for, and the best of each group with one, window by window."""
-    want = problem.scores().float()
+    want, factors = problem.scores().float(), None
+    if in_fp8:
+        problem, factors = rounded(problem)
+    operands = problem.queries, problem.weights, problem.keys, first, end
     for window, space in workspaces(windows, 4, torch.device("cpu")):
-        space.scores.fill_(NAN)
-        space.best.fill_(NAN)
-        gluon_scores.write_scores(
-            problem.queries, problem.weights, problem.keys, first, end, space, window, SCALE
-        )
+        space.scores.fill_(INF)
+        space.best.fill_(INF)
+        gluon_scores.write_scores(*operands, space, window, SCALE, factors)
         rows = slice(window.q0, window.q1)
         pools = torch.arange(window.p0, window.p0 + window.width)
         allowed = (pools >= first[rows, None]) & (pools < end[rows, None])
@@ -64,6 +69,18 @@ def test_scores_and_the_best_of_each_group_are_exactly_the_definitions(
     problem.queries[2, 5, 7] = NAN  # of the whole row, and of no other
     windows = plan(lengths, 2, count=4, begin=begin, stop=stop, cap_bytes=40_000)
     check(problem, *problem.ranges(begin), windows)
+
+
+@pytest.mark.parametrize(
+    "lengths, begin, stop, heads, dim",
+    [((40,), 0, 40, 32, 64), ((9, 3, 1, 700, 5), 670, 718, 32, 64), ((650, 30), 630, 660, 64, 128)],
+)
+def test_in_fp8_it_computes_the_same_where_fp8_holds_the_numbers(lengths, begin, stop, heads, dim):
+    problem = make_problem(lengths, size=2, heads=heads, dim=dim, begin=begin, stop=stop)
+    problem.keys *= 2.0 ** torch.randint(-3, 4, (len(problem.keys), 1))
+    problem.queries[2, 5, 7] = NAN
+    windows = plan(lengths, 2, count=4, begin=begin, stop=stop, cap_bytes=40_000)
+    check(problem, *problem.ranges(begin), windows, in_fp8=True)
 
 
 def test_ranges_need_not_ascend_nor_hold_anything():

@@ -14,8 +14,9 @@ from components.models.glm_flash.documents import Documents
 from components.models.glm_flash.sharded_selector import ShardedSelector, _pairs, deal
 from components.models.glm_flash.share_meter import ShareMeter
 from components.models.glm_flash.sparse_kernels import KernelPoolSelector
-from components.titan.build import prepare
+from kernels.backends.ops import INDEXER
 from launch.config.load import load_recipe
+from tests.unit.absorbed_support import Sorting, offer, prepared_selector
 from tests.unit.chunked_support import build, config_of
 from tests.unit.config_support import STEADY_GLM, write_recipe
 
@@ -93,18 +94,10 @@ def test_a_model_without_sparse_attention_has_nothing_to_share(tmp_path: Path) -
 def test_every_selector_is_wrapped_and_still_gets_its_kernel(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from kernels.backends.ops import INDEXER
-    from tests.unit.absorbed_support import Sorting, offer
-
     offer(monkeypatch, Sorting(), "triton", INDEXER)
     overrides = [ON, "model.indexer_kernel=triton"]
     recipe = load_recipe(write_recipe(tmp_path, STEADY_GLM), overrides).recipe
-    run = prepare(recipe, tmp_path, "cpu", 1)
-    assert run.config.model_spec is not None
-    from torchtitan.config.override import apply_overrides
-
-    apply_overrides(run.config.override, run.config)
-    selector = run.config.model_spec.model.layers[3].attention.indexer.selector
+    selector = prepared_selector(recipe, tmp_path)
     assert isinstance(selector, ShardedSelector.Config)
     assert isinstance(selector.inner, KernelPoolSelector.Config)
 

@@ -1,12 +1,14 @@
 """The engine: what goes, what stays, and what comes back and when."""
 
 import gc
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from components.offload.engine import Engine
 from components.offload.poison import Graves
 from components.offload.streams import BesideOnCpu, InLine, lanes_for
 from tests.unit.offload_support import (
@@ -68,15 +70,21 @@ def test_the_next_boundary_is_asked_for_before_the_current_layer_runs() -> None:
     assert asked[6:] == [0, 1, 2, 3, 4, 4]
 
 
+def hand_over(
+    engine: Engine, seed: int, originals: list[StorageWeakRef], recalls: list[Any]
+) -> None:
+    """A boundary whose input nobody else keeps."""
+    hidden = inputs(seed)
+    originals.append(StorageWeakRef(hidden.untyped_storage()))
+    recalls.append(engine.boundary(hidden))
+
+
 def test_originals_are_let_go_of_but_for_those_of_two_boundaries(lanes: Watched) -> None:
     engine = made(6, lanes, range(6))
     engine.begin()
     originals, recalls = [], []
     for seed in range(5):
-        hidden = inputs(seed)
-        originals.append(StorageWeakRef(hidden.untyped_storage()))
-        recalls.append(engine.boundary(hidden))
-        del hidden
+        hand_over(engine, seed, originals, recalls)
         gc.collect()
         alive = sum(not reference.expired() for reference in originals)
         assert alive == (min(seed + 1, 2) if lanes.beside else 0)
@@ -92,10 +100,7 @@ def test_originals_that_backward_used_are_let_go_of_at_the_next_boundary(lanes: 
     engine.begin()
     originals, recalls = [], []
     for seed in range(5):
-        hidden = inputs(seed)
-        originals.append(StorageWeakRef(hidden.untyped_storage()))
-        recalls.append(engine.boundary(hidden))
-    del hidden
+        hand_over(engine, seed, originals, recalls)
     for seed in (4, 3, 2):
         found = recalls.pop()()
         assert torch.equal(found, inputs(seed))
