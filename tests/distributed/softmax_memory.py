@@ -25,6 +25,7 @@ LAYERS: tuple[tuple[Kind, int, int], ...] = (
     ("zigzag", 28, 4), ("contiguous", 4, 4), ("zigzag", 16, 1),
 )  # fmt: skip
 WINDOWS = 17, TOKENS // 2
+PAUSES = 2e-3, 2e-2, 0.2
 
 
 class Frugal(Kernel):
@@ -57,15 +58,25 @@ def memory_is_as_planned() -> None:
         held = Held(of_layer, TOKENS, link.size, len(share.parts), torch.bfloat16.itemsize)
         for exchange, window in cases(link.size):
             planned = held.beside(exchange, window)
-            found = measured(of_layer, share, exchange, window)
             # Log-sum-exps, weights of parts, and blocks of rows.
             small = 5 * TOKENS * heads * 4
+            for pause in PAUSES:
+                found = measured(of_layer, share, exchange, window, pause)
+                if found - planned <= small:  # of all ranks, so all of them end together
+                    break
             case = kind, of_layer, exchange, window, found / planned
             assert abs(found - planned) <= small < planned / 8, case
 
 
-def measured(heads: Heads, share: Share, exchange: Exchange, window: int | None) -> int:
-    """Bytes beside what a layer makes of its own tokens; of the fullest rank, in either pass."""
+def measured(
+    heads: Heads, share: Share, exchange: Exchange, window: int | None, pause: float
+) -> int:
+    """Bytes beside what a layer makes of its own tokens; of the fullest rank, in either pass.
+
+    Args:
+        pause: seconds after each exchange. The backend's thread lets go of the tensors a moment
+            after they have arrived, later on a busy machine; what it holds so long only adds.
+    """
     q, k, v = (
         torch.ones(TOKENS, n, WIDTH, dtype=torch.bfloat16, requires_grad=True)
         for n in (heads.heads, heads.key_heads, heads.key_heads)
@@ -74,8 +85,7 @@ def measured(heads: Heads, share: Share, exchange: Exchange, window: int | None)
 
     def exchange_and_settle(*args: Any, **kwargs: Any) -> None:
         settled(*args, **kwargs)
-        # The backend's thread lets go of the tensors a moment after they have arrived.
-        time.sleep(2e-3)
+        time.sleep(pause)
 
     with (
         patch.object(dist, "all_to_all_single", exchange_and_settle),
